@@ -1,0 +1,1 @@
+"""The router: one OpenAI-compatible endpoint over many replicas."""

@@ -1,0 +1,207 @@
+"""Composition root of the router: builds the parts, joins them, and runs both ports until told to stop."""
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from router.admin import build_admin
+from router.api import Api
+from router.auth import StaticKeys
+from router.config import ConfigError, RouterSettings
+from router.cors import Cors
+from router.edge.access_log import AccessLog, NoAccessLog
+from router.edge.agent_client import ControlClient
+from router.edge.client import ClientConnection
+from router.edge.discovery import follow_file
+from router.edge.fleet import Fleet
+from router.edge.metrics import RouterMetrics
+from router.edge.upstream import Timeouts
+from router.policy.choose import make_policy
+from router.proxy import Proxy, ProxyLimits
+from router.rollout_runner import RolloutRunner
+from router.state.replicas import ReplicaTable
+from router.state.rollouts import Rollouts
+
+log = logging.getLogger(__name__)
+
+LISTEN_BACKLOG = 2048
+# Longer than clients' own pools keep a connection, so that the client closes it and no request meets a closed one.
+CLIENT_KEEP_ALIVE_S = 75
+
+
+class _Server(uvicorn.Server):
+    """Signals are handled once for both servers, below."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(settings: RouterSettings) -> int:
+    """Runs the router in this process until it is told to stop. Returns the process's exit status."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # one line for each probe otherwise
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run_router(settings))
+
+
+async def run_router(settings: RouterSettings) -> int:
+    """Serves until SIGTERM or SIGINT, then drains. Returns the process's exit status."""
+    try:
+        public = _listen("port", settings.host, settings.port)
+        admin = _listen("admin_port", settings.admin_host, settings.admin_port)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the operator's one line
+        return 1
+    access_log = AccessLog(sys.stdout.buffer) if settings.access_log else NoAccessLog()
+    try:
+        await _run(settings, public, admin, access_log)
+    finally:
+        access_log.flush()
+    return 0
+
+
+async def _run(
+    settings: RouterSettings, public: socket.socket, admin: socket.socket, access_log: AccessLog | NoAccessLog
+) -> None:
+    table = ReplicaTable()
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(registry, table)
+    async with httpx.AsyncClient(trust_env=False) as http, asyncio.TaskGroup() as tasks:
+        control = ControlClient(http, agent_token=settings.agent_token, upstream_key=settings.upstream_key)
+        fleet = Fleet(table, control, interval_s=settings.health_interval_s, timeouts=_timeouts(settings), tasks=tasks)
+        rollouts = Rollouts()
+        runner = RolloutRunner(
+            rollouts=rollouts,
+            table=table,
+            control=control,
+            metrics=metrics,
+            tasks=tasks,
+            clock=time.monotonic,
+            new_id=new_id,
+        )
+        proxy = Proxy(
+            fleet=fleet,
+            policy=make_policy(settings.policy, random.Random()),
+            metrics=metrics,
+            access_log=access_log,
+            limits=ProxyLimits(settings.max_body_bytes, settings.body_timeout_s, settings.max_attempts),
+            upstream_key=settings.upstream_key,
+            alias=settings.served_model_name,
+            debug_headers=settings.debug_headers,
+            new_id=new_id,
+        )
+        api = Api(
+            proxy=proxy,
+            table=table,
+            metrics=metrics,
+            access_log=access_log,
+            keys=StaticKeys(settings.api_key),
+            cors=Cors(settings.cors_origin),
+            alias=settings.served_model_name,
+            started_unix=int(time.time()),
+            new_id=new_id,
+        )
+        admin_app = build_admin(
+            fleet=fleet,
+            runner=runner,
+            rollouts=rollouts,
+            registry=registry,
+            token=settings.admin_token,
+            now=time.monotonic,
+        )
+        for url in dict.fromkeys(settings.replica):
+            fleet.add(url)
+        background = [tasks.create_task(fleet.run(), name="sweep")]
+        if settings.replica_file is not None:
+            following = follow_file(fleet, Path(settings.replica_file), settings.health_interval_s)
+            background.append(tasks.create_task(following, name="replica file"))
+        public_server = _Server(_public_config(api, settings))
+        admin_server = _Server(_admin_config(admin_app))
+        stop = _stop_event()
+        serving = tasks.create_task(public_server.serve([public]), name="public port")
+        administering = tasks.create_task(admin_server.serve([admin]), name="admin port")
+        log.info("serving on http://%s:%d, admin on http://%s:%d", *public.getsockname()[:2], *admin.getsockname()[:2])
+
+        await stop.wait()
+        log.info("draining: requests in flight have %g s to finish", settings.drain_timeout_s)
+        api.is_draining = True
+        public_server.should_exit = True
+        await serving
+        admin_server.should_exit = True
+        await administering
+        for task in background:
+            task.cancel()
+        runner.close()
+        fleet.close()
+
+
+def new_id() -> str:
+    """128 random bits in hexadecimal: unique over all routers in front of the same engines."""
+    return secrets.token_hex(16)
+
+
+def _timeouts(settings: RouterSettings) -> Timeouts:
+    return Timeouts(connect=settings.connect_timeout_s, first_byte=settings.first_byte_timeout_s, idle=settings.idle_timeout_s)
+
+
+def _public_config(api: Api, settings: RouterSettings) -> uvicorn.Config:
+    return uvicorn.Config(
+        api,
+        http=ClientConnection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=True,
+        timeout_keep_alive=CLIENT_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
+        backlog=LISTEN_BACKLOG,
+    )
+
+
+def _admin_config(app: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app, lifespan="off", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=2
+    )
+
+
+def _listen(name: str, host: str, port: int) -> socket.socket:
+    """A bound socket. Raises ConfigError if the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"{name} {port} on {host} cannot be used: {error.strerror}; stop what listens there or choose another {name}"
+        ) from error
+    return listener
+
+
+def _stop_event() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with suppress(NotImplementedError):
+            loop.add_signal_handler(number, stop.set)
+    return stop

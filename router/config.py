@@ -1,0 +1,168 @@
+"""The router's settings: one TOML table `[router]`, overridden by INTELLECT_* variables, overridden by flags; read once."""
+
+import ipaddress
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from router.policy.choose import PolicyName
+
+ENVIRONMENT_PREFIX = "INTELLECT_"
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. The message names the setting, its value and what to do."""
+
+
+class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Defaults suit a laptop. docs/config.md describes each one."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    admin_host: str = "127.0.0.1"
+    admin_port: int = 8001
+    replica: tuple[str, ...] = ()  # URLs of agents or engines
+    replica_file: str | None = None  # one URL a line; read again when it changes
+    policy: PolicyName = PolicyName.LEAST_LOADED
+    api_key: tuple[str, ...] = ()
+    require_keys: bool = False
+    allow_anonymous: bool = False
+    admin_token: str | None = None
+    agent_token: str | None = None
+    upstream_key: str | None = None
+    served_model_name: str | None = None
+    cors_origin: tuple[str, ...] = ()
+    health_interval_s: float = 1.0
+    connect_timeout_s: float = 2.0
+    first_byte_timeout_s: float = 600.0
+    idle_timeout_s: float = 120.0
+    body_timeout_s: float = 60.0
+    drain_timeout_s: float = 30.0
+    max_body_bytes: int = 32 * 1024 * 1024
+    max_attempts: int = 3
+    debug_headers: bool = False
+    access_log: bool = True
+
+
+_LISTS = ("replica", "api_key", "cors_origin")
+_BOOLEANS = ("require_keys", "allow_anonymous", "debug_headers", "access_log")
+
+
+def load_settings(config_file: Path | None, environ: Mapping[str, str], overrides: Mapping[str, object]) -> RouterSettings:
+    """Settings from a file, then the environment, then `overrides` (flags; None means not given).
+
+    Raises ConfigError for an unreadable file, an unknown key, a value of the wrong type and a combination that is not safe.
+    """
+    values: dict[str, object] = {}
+    if config_file is not None:
+        values |= _read_table(config_file)
+    values |= _from_environment(environ)
+    values |= {name: value for name, value in overrides.items() if value is not None}
+    try:
+        settings = msgspec.convert(values, RouterSettings, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"router settings: {error}") from error
+    _check(settings)
+    return settings
+
+
+def _read_table(path: Path) -> dict[str, object]:
+    try:
+        document = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: is not valid TOML: {error}") from error
+    table = document.get("router", {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"--config {path}: `router` must be a table: write its keys below a line [router]")
+    return table
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, object]:
+    values: dict[str, object] = {}
+    for name in RouterSettings.__struct_fields__:
+        text = environ.get(ENVIRONMENT_PREFIX + name.upper())
+        if not text:
+            continue
+        if name in _LISTS:
+            values[name] = tuple(part for part in text.replace(",", " ").split() if part)
+        elif name in _BOOLEANS:
+            values[name] = _boolean(name, text)
+        else:
+            values[name] = text
+    return values
+
+
+def _boolean(name: str, text: str) -> bool:
+    match text.strip().lower():
+        case "1" | "true" | "yes" | "on":
+            return True
+        case "0" | "false" | "no" | "off":
+            return False
+        case _:
+            raise ConfigError(f"{ENVIRONMENT_PREFIX}{name.upper()}={text!r}: use true or false")
+
+
+def _check(settings: RouterSettings) -> None:
+    for name, port in (("port", settings.port), ("admin_port", settings.admin_port)):
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"{name} {port}: a port is a number from 1 to 65535 (0 picks a free one)")
+    if settings.port == settings.admin_port != 0:
+        raise ConfigError(f"port and admin_port are both {settings.port}: the admin API needs a port of its own")
+    for name in (
+        "health_interval_s",
+        "connect_timeout_s",
+        "first_byte_timeout_s",
+        "idle_timeout_s",
+        "body_timeout_s",
+        "max_body_bytes",
+        "max_attempts",
+    ):
+        if not (value := getattr(settings, name)) > 0:
+            raise ConfigError(f"{name} {value}: must be greater than 0")
+    if settings.drain_timeout_s < 0:
+        raise ConfigError(f"drain_timeout_s {settings.drain_timeout_s}: must not be negative")
+    for url in settings.replica:
+        check_replica_url(url)
+    for key in settings.api_key:
+        if not key or not key.isascii() or any(character.isspace() for character in key):
+            raise ConfigError("api_key: a key is not empty and has only ASCII characters without spaces")
+    if settings.require_keys and not settings.api_key:
+        raise ConfigError("require_keys is set but there is no key: give at least one --api-key (or INTELLECT_API_KEY)")
+    if settings.require_keys and settings.allow_anonymous:
+        raise ConfigError("require_keys and allow_anonymous contradict each other: remove one")
+    if not settings.api_key and not settings.allow_anonymous and not is_loopback(settings.host):
+        raise ConfigError(
+            f"host {settings.host}: without a key the router serves only this machine; "
+            "give --api-key (or INTELLECT_API_KEY), or --allow-anonymous if anyone who reaches the port may use it"
+        )
+    if settings.admin_token is None and not is_loopback(settings.admin_host):
+        raise ConfigError(
+            f"admin_host {settings.admin_host}: the admin API serves only this machine without a token; "
+            "give --admin-token (or INTELLECT_ADMIN_TOKEN)"
+        )
+
+
+def check_replica_url(url: str) -> None:
+    """Raises ConfigError unless `url` is http://HOST:PORT."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme == "http" and bool(parts.hostname) and parts.path in ("", "/") and not parts.query
+        usable = usable and parts.username is None and (parts.port or 80) > 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"replica {url!r}: give the engine's or its agent's URL as http://HOST:PORT")
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

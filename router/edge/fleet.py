@@ -1,0 +1,140 @@
+"""Keeps the replica table true: probes every replica, learns models and versions, and owns the pools to their engines."""
+
+import asyncio
+import logging
+from urllib.parse import urlsplit
+
+from protocol.status import ReplicaStatus
+from router.config import ConfigError, check_replica_url
+from router.edge.agent_client import ControlClient, ControlError, ControlRefused, ControlTimeout, observation_of
+from router.edge.upstream import Timeouts, UpstreamPool
+from router.state.health import after_answer, after_refused, after_timeout
+from router.state.replicas import Replica, ReplicaTable
+from router.types import Endpoint, Health, Observation, ReplicaId
+
+log = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S = 2.0
+# A bare engine's models change only when someone loads an adapter, so they are asked for seldom.
+PROBES_PER_MODEL_LIST = 10
+
+
+def endpoint_of(url: str) -> Endpoint:
+    parts = urlsplit(url)
+    assert parts.hostname is not None, "URLs are checked where they enter"
+    return Endpoint(parts.hostname, parts.port or 80)
+
+
+def replica_id_of(url: str) -> ReplicaId:
+    return ReplicaId(str(endpoint_of(url)))
+
+
+class Fleet:
+    def __init__(
+        self, table: ReplicaTable, control: ControlClient, *, interval_s: float, timeouts: Timeouts, tasks: asyncio.TaskGroup
+    ) -> None:
+        self.table = table
+        self.control = control
+        self._interval_s = interval_s
+        self._timeouts = timeouts
+        self._tasks = tasks
+        self._watches: dict[ReplicaId, asyncio.Task[None]] = {}
+        self._pools: dict[Endpoint, UpstreamPool] = {}
+
+    def add(self, url: str) -> Replica:
+        """Raises ConfigError for an unusable URL, KeyError if the replica is already there."""
+        check_replica_url(url)
+        replica = self.table.add(replica_id_of(url), url.rstrip("/"))
+        self._watches[replica.id] = self._tasks.create_task(self._watch(replica), name=f"watch {replica.id}")
+        return replica
+
+    def remove(self, replica_id: ReplicaId) -> Replica:
+        """Raises KeyError for an unknown id. Requests on it run to their end."""
+        replica = self.table.remove(replica_id)
+        self._watches.pop(replica_id).cancel()
+        return replica
+
+    def pool(self, endpoint: Endpoint) -> UpstreamPool:
+        pool = self._pools.get(endpoint)
+        if pool is None:
+            pool = self._pools[endpoint] = UpstreamPool(endpoint, self._timeouts)
+        return pool
+
+    def report_unreachable(self, replica: Replica, reason: str) -> None:
+        """A request found nobody there: no need to wait for the next probe."""
+        if replica.health is not Health.DOWN:
+            log.warning("replica %s is down: %s", replica.id, reason)
+        self.table.observe(replica, *after_refused(reason))
+
+    async def run(self) -> None:
+        """Ends silent answers and expired connections, about once a second, until cancelled."""
+        while True:
+            await asyncio.sleep(1.0)
+            replicas = [*self.table.all(), *self.table.departing()]
+            paused = {replica.endpoint for replica in replicas if replica.observed.health is Health.SWAPPING}
+            for endpoint, pool in self._pools.items():
+                pool.sweep(is_paused=endpoint in paused)
+
+    def close(self) -> None:
+        for watch in self._watches.values():
+            watch.cancel()
+        for pool in self._pools.values():
+            pool.close()
+
+    async def _watch(self, replica: Replica) -> None:
+        probe = _Probe(self.control, replica.url)
+        while True:
+            before = replica.observed
+            try:
+                kept, failures = after_answer(await probe.ask())
+            except ControlTimeout as error:
+                kept, failures = after_timeout(before, replica.failed_probes, str(error))
+            except ControlRefused as error:
+                kept, failures = after_refused(str(error))
+            except ControlError as error:
+                kept, failures = after_answer(Observation(Health.DOWN, str(error)))
+            except Exception as error:  # a fault of ours in a probe must not end the requests that run
+                log.exception("probing replica %s failed", replica.id)
+                kept, failures = after_answer(Observation(Health.DOWN, f"the probe failed: {error!r}"))
+            self.table.observe(replica, kept, failures)
+            if kept.health is not before.health:
+                log.info("replica %s is %s%s", replica.id, kept.health, f": {kept.problem}" if kept.problem else "")
+            await asyncio.sleep(self._interval_s)
+
+
+class _Probe:
+    """Asks one URL how it is. Finds out once whether an agent or a bare engine listens there, and again after it was away."""
+
+    def __init__(self, control: ControlClient, url: str) -> None:
+        self._control = control
+        self._url = url
+        self._is_engine = False
+        self._asked = 0
+
+    async def ask(self) -> Observation:
+        try:
+            if not self._is_engine:
+                status = await self._control.agent_status(self._url, PROBE_TIMEOUT_S)
+                if status is not None:
+                    return _observe(status)
+                self._is_engine, self._asked = True, 0
+            return await self._ask_engine()
+        except ControlError:
+            self._is_engine = False
+            raise
+
+    async def _ask_engine(self) -> Observation:
+        await self._control.engine_health(self._url, PROBE_TIMEOUT_S)
+        models = None
+        if self._asked % PROBES_PER_MODEL_LIST == 0:
+            models = await self._control.engine_models(self._url, PROBE_TIMEOUT_S)
+        self._asked += 1
+        return Observation(Health.READY, engine=endpoint_of(self._url), models=models)
+
+
+def _observe(status: ReplicaStatus) -> Observation:
+    try:
+        check_replica_url(status.engine_url)
+    except ConfigError as error:
+        return Observation(Health.DOWN, f"its agent names an unusable engine: {error}")
+    return observation_of(status, endpoint_of(status.engine_url))

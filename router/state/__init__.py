@@ -1,0 +1,1 @@
+"""What the router remembers: synchronous, one owner each, no I/O."""

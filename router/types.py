@@ -1,0 +1,61 @@
+"""Values that the parts of the router hand to each other."""
+
+import enum
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+from protocol.status import ReplicaStatus
+
+ReplicaId = NewType("ReplicaId", str)  # host:port of the URL it was added with; metric label and admin key
+
+
+class Health(enum.StrEnum):
+    UNKNOWN = "unknown"  # added, not yet heard of
+    READY = "ready"
+    SWAPPING = "swapping"  # alive and paused for a checkpoint: used only when nothing is ready
+    DRAINING = "draining"  # finishes what it has, gets nothing new
+    STARTING = "starting"  # its agent says that the engine is not up
+    DOWN = "down"
+
+
+# Where a new request may go, best first.
+PLACEABLE = (Health.READY, Health.SWAPPING)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where an engine listens for HTTP."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What one probe of a replica found. `problem` is set when it must not get requests, and says why."""
+
+    health: Health
+    problem: str | None = None
+    engine: Endpoint | None = None  # unknown until the first answer of an agent
+    models: tuple[str, ...] | None = None  # None: not asked in this probe
+    status: ReplicaStatus | None = None  # only from an agent
+
+
+class Candidate(Protocol):
+    """What a placement policy may know of a replica."""
+
+    @property
+    def id(self) -> ReplicaId: ...
+    @property
+    def in_flight(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """What a placement policy may know of a request."""
+
+    model: str
+    body_bytes: int
