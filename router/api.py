@@ -16,8 +16,9 @@ from router.auth import UNAUTHORIZED_MESSAGE, StaticKeys
 from router.cors import Cors
 from router.edge.access_log import AccessLog, AccessRecord, NoAccessLog
 from router.edge.metrics import RouterMetrics
+from router.exchange import Headers, Receive, Scope, Send, client_request_id
 from router.outcome import Outcome
-from router.proxy import Headers, Proxy, Receive, Scope, Send, client_request_id
+from router.proxy import Proxy
 from router.state.replicas import ReplicaTable
 
 PROXIED = frozenset({"/v1/chat/completions", "/v1/completions"})

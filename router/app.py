@@ -32,7 +32,8 @@ from router.edge.fleet import Fleet
 from router.edge.metrics import RouterMetrics
 from router.edge.upstream import Timeouts
 from router.policy.choose import make_policy
-from router.proxy import Proxy, ProxyLimits
+from router.proxy import Proxy
+from router.request_body import BodyLimits
 from router.rollout_runner import RolloutRunner
 from router.state.replicas import ReplicaTable
 from router.state.rollouts import Rollouts
@@ -101,10 +102,11 @@ async def _run(
             policy=make_policy(settings.policy, random.Random()),
             metrics=metrics,
             access_log=access_log,
-            limits=ProxyLimits(settings.max_body_bytes, settings.body_timeout_s, settings.max_attempts),
+            body_limits=BodyLimits(settings.max_body_bytes, settings.body_timeout_s),
+            attempts_max=settings.max_attempts,
             upstream_key=settings.upstream_key,
             alias=settings.served_model_name,
-            debug_headers=settings.debug_headers,
+            show_replica=settings.debug_headers,
             new_id=new_id,
         )
         api = Api(

@@ -24,16 +24,16 @@ class ModelAlias:
 
 
 class EventAssembler:
-    """Cuts a stream of bytes into whole events, so that nothing that is replaced is split over two parts."""
+    """Renames the model in a stream, holding back an event until it is whole, so that nothing renamed is split in two."""
 
-    def __init__(self) -> None:
+    def __init__(self, alias: ModelAlias) -> None:
+        self._alias = alias
         self._rest = b""
 
     def feed(self, data: bytes) -> bytes:
         """All events that are complete now."""
-        whole, separator, rest = (self._rest + data).rpartition(b"\n\n")
-        self._rest = rest
-        return whole + separator
+        whole, separator, self._rest = (self._rest + data).rpartition(b"\n\n")
+        return self._alias.answer(whole + separator)
 
     def finish(self) -> bytes:
         """What is left of an unfinished event."""

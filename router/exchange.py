@@ -1,0 +1,77 @@
+"""One request while it runs: what is known of it, and the ways in which it can end early."""
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from protocol import headers as names
+from protocol.errors import encode_error
+from router.outcome import Outcome
+from router.state.replicas import Replica
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+_REQUEST_ID_CHARACTERS = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
+_REQUEST_ID_BYTES_MAX = 128
+
+
+class Rejection(Exception):
+    """The request ends here, before anything was sent, with an error answer."""
+
+    def __init__(
+        self, status: int, message: str, outcome: Outcome, *, code: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.outcome = outcome
+        self.body = encode_error(status, message, code=code, param=param)
+
+
+class ClientGone(Exception):
+    """The client closed its connection; nobody is there to answer."""
+
+
+def no_replica(message: str) -> Rejection:
+    return Rejection(503, message, Outcome.REJECTED_NO_REPLICA, code="no_replica")
+
+
+def unreachable() -> Rejection:
+    return Rejection(502, "No replica could answer; try again.", Outcome.UPSTREAM_UNREACHABLE, code="upstream_error")
+
+
+@dataclass(slots=True)
+class Exchange:
+    """Owned by the proxy for the time of one request; read for its metric and its log line when it ends."""
+
+    route: str
+    request_id: str  # as the client sees it
+    engine_request_id: str  # never the client's own: engines key requests by it
+    started: float  # time.perf_counter
+    model: str = ""
+    replica: str = ""
+    checkpoint: str = ""
+    status: int = 0
+    attempts: int = 0
+    first_byte_s: float | None = None
+    request_bytes: int = 0
+    response_bytes: int = 0
+    error: str = ""
+    tried: list[Replica] = field(default_factory=list)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.started
+
+
+def client_request_id(headers: Headers) -> str | None:
+    """The client's own x-request-id, to be echoed, if it is one that can be: short and of harmless characters."""
+    for name, value in headers:
+        if name == names.REQUEST_ID:
+            if 0 < len(value) <= _REQUEST_ID_BYTES_MAX and _REQUEST_ID_CHARACTERS.issuperset(value):
+                return value.decode()
+            return None
+    return None

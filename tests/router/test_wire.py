@@ -1,0 +1,382 @@
+"""What a client gets from the router, byte by byte, whatever the engine does."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+import pytest
+
+from protocol.sse import DONE
+from tests.router.process import RouterProcess, start_router
+from tests.scripted_engine import (
+    LAST_CHUNK,
+    MODEL,
+    SSE_HEAD,
+    ScriptedEngine,
+    ScriptedRequest,
+    chunked,
+    json_answer,
+    scripted_engine,
+)
+from tests.waiting import await_until
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def unset(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+    raise AssertionError("the test set no script")
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[RouterProcess]:
+    """One router for all tests of this file; each test adds its own engine."""
+    with start_router((), "--cors-origin", "https://app.example") as router:
+        yield router
+
+
+@pytest.fixture
+async def engine(running: RouterProcess) -> AsyncIterator[ScriptedEngine]:
+    async with scripted_engine(unset) as engine, httpx.AsyncClient(base_url=running.admin) as admin:
+        added = (await admin.post("/admin/replicas", json={"url": engine.url})).json()
+        await await_until(lambda: is_ready(admin), 5, "the scripted engine to be ready")
+        yield engine
+        await admin.delete(f"/admin/replicas/{added['id']}")
+        assert await in_flight(admin) == 0, "every lease is settled"
+
+
+async def is_ready(admin: httpx.AsyncClient) -> bool:
+    return [replica["health"] for replica in (await admin.get("/admin/replicas")).json()] == ["ready"]
+
+
+async def in_flight(admin: httpx.AsyncClient) -> int:
+    return sum(replica["in_flight"] for replica in (await admin.get("/admin/replicas")).json())
+
+
+@pytest.fixture
+async def client(running: RouterProcess) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=running.url, timeout=10) as client:
+        yield client
+
+
+def event(content: str) -> bytes:
+    return f"data: {json.dumps({'model': MODEL, 'choices': [{'delta': {'content': content}}]})}\n\n".encode()
+
+
+async def test_a_stream_is_relayed_byte_for_byte_even_when_it_comes_a_byte_at_a_time(
+    engine: ScriptedEngine, client: httpx.AsyncClient
+) -> None:
+    """Emoji and accents split over packets arrive whole."""
+    stream = b": comment\n\n" + event("na\u00efve \U0001f469\u200d\U0001f680") + event("\u4f60\u597d") + DONE
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(SSE_HEAD)
+        for byte in stream:
+            writer.write(chunked(bytes([byte])))
+            await writer.drain()
+        writer.write(LAST_CHUNK)
+
+    engine.script = script
+    response = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    assert response.status_code == 200
+    assert response.content == stream
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+
+
+async def test_each_event_is_handed_on_as_it_comes(engine: ScriptedEngine, client: httpx.AsyncClient) -> None:
+    """Tokens appear while the model still writes: the engine sends the second only after the client has the first."""
+    second_wanted = asyncio.Event()
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(SSE_HEAD + chunked(event("one")))
+        await second_wanted.wait()
+        writer.write(chunked(event("two"), DONE) + LAST_CHUNK)
+
+    engine.script = script
+    async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
+        parts = response.aiter_raw()
+        assert await anext(parts) == event("one")
+        second_wanted.set()
+        assert b"".join([part async for part in parts]) == event("two") + DONE
+
+
+async def test_the_body_reaches_the_engine_unchanged_and_the_clients_secrets_do_not(
+    engine: ScriptedEngine, client: httpx.AsyncClient
+) -> None:
+    """What the client asks is what the engine reads; its key, cookies and engine-steering headers stay behind."""
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_answer({"model": MODEL}))
+
+    engine.script = script
+    body = b'{ "model":"scripted",  "messages":[],\n "extra": 1.0e2, "n":1}'
+    sent = {
+        "authorization": "Bearer secret",
+        "cookie": "c=1",
+        "x-request-id": "mine-1",
+        "x-data-parallel-rank": "3",
+        "x-intellect-engine-token": "x",
+        "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    }
+    response = await client.post("/v1/completions", content=body, headers=sent)
+    assert response.status_code == 200
+    assert response.headers["x-request-id"] == "mine-1"
+    assert float(response.headers["openai-processing-ms"]) >= 0
+    (request,) = engine.requests
+    assert request.line == "POST /v1/completions HTTP/1.1"
+    assert request.body == body
+    assert set(request.headers) == {"content-type", "content-length", "x-request-id", "traceparent", "host"}
+    assert request.headers["traceparent"] == sent["traceparent"]
+    assert request.headers["x-request-id"] != "mine-1", "an engine takes two requests with one id for the same"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "expected"),
+    [
+        (
+            400,
+            {"error": {"message": "bad n", "type": "BadRequestError", "param": "n", "code": 400}},
+            {"message": "bad n", "type": "invalid_request_error", "param": "n", "code": None},
+        ),
+        (
+            400,
+            {"error": {"message": "This model's maximum context length is 10 tokens.", "type": "BadRequestError", "code": 400}},
+            {
+                "message": "This model's maximum context length is 10 tokens.",
+                "type": "invalid_request_error",
+                "param": None,
+                "code": "context_length_exceeded",
+            },
+        ),
+        (404, {"detail": "Not Found"}, {"message": "Not Found", "type": "invalid_request_error", "param": None, "code": None}),
+        (
+            401,
+            {"error": "Unauthorized"},
+            {"message": "Unauthorized", "type": "authentication_error", "param": None, "code": None},
+        ),
+        (429, {"error": {"message": "slow"}}, {"message": "slow", "type": "rate_limit_error", "param": None, "code": None}),
+        (503, {"error": {"message": "full"}}, {"message": "full", "type": "server_error", "param": None, "code": None}),
+        (500, "boom", {"message": "The engine answered with status 500.", "type": "server_error", "param": None, "code": None}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engines_error_keeps_its_status_and_gets_openais_shape(
+    engine: ScriptedEngine, client: httpx.AsyncClient, status: int, body: object, expected: object, stream: bool
+) -> None:
+    """An error is an HTTP error, never a stream that starts well, and every client library can read it."""
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_answer(body, f"{status} X"))
+
+    engine.script = script
+    response = await client.post("/v1/chat/completions", json={**CHAT, "stream": stream})
+    assert response.status_code == status
+    assert response.json() == {"error": expected}
+    assert ("retry-after" in response.headers) is (status in (429, 503))
+
+
+async def test_the_engines_retry_after_is_kept_within_what_clients_obey(
+    engine: ScriptedEngine, client: httpx.AsyncClient
+) -> None:
+    """OpenAI's clients give up when told to wait for minutes."""
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_answer({}, "429 X", extra="retry-after: 300\r\n"))
+
+    engine.script = script
+    assert (await client.post("/v1/chat/completions", json=CHAT)).headers["retry-after"] == "60"
+
+
+@pytest.mark.parametrize("clean_end", [False, True], ids=["engine died", "no [DONE]"])
+async def test_a_stream_cut_by_the_engine_ends_in_an_error_event_and_a_broken_connection(
+    engine: ScriptedEngine, client: httpx.AsyncClient, clean_end: bool
+) -> None:
+    """A half answer is never taken for a whole one."""
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(SSE_HEAD + chunked(event("half")) + (LAST_CHUNK if clean_end else b""))
+        if not clean_end:
+            writer.close()
+
+    engine.script = script
+    received = bytearray()
+
+    async def receive() -> None:
+        async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
+            async for part in response.aiter_raw():
+                received.extend(part)
+
+    with pytest.raises(httpx.RemoteProtocolError):
+        await receive()
+    first, error = bytes(received).rstrip().split(b"\n\n")
+    assert first + b"\n\n" == event("half")
+    assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "server_error"
+    assert b"[DONE]" not in received
+
+
+async def test_a_json_answer_cut_by_the_engine_breaks_the_connection(engine: ScriptedEngine, client: httpx.AsyncClient) -> None:
+    """A truncated JSON answer is a connection error, not a parse error that looks like the model's fault."""
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
+        await writer.drain()
+        writer.close()
+
+    engine.script = script
+    with pytest.raises(httpx.RemoteProtocolError):
+        await client.post("/v1/chat/completions", json=CHAT)
+
+
+async def test_a_replica_that_dies_before_its_first_byte_is_a_502(
+    engine: ScriptedEngine, client: httpx.AsyncClient, running: RouterProcess
+) -> None:
+    """With no other replica to ask the client gets a clear error that its library retries."""
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    engine.script = script
+    response = await client.post("/v1/chat/completions", json=CHAT)
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "upstream_error")
+    assert "127.0.0.1" not in response.text, "where engines live is nobody's business"
+
+
+@pytest.mark.parametrize("sent_first", [False, True], ids=["before the first byte", "mid-stream"])
+async def test_a_client_that_leaves_frees_the_engine(
+    engine: ScriptedEngine, client: httpx.AsyncClient, running: RouterProcess, sent_first: bool
+) -> None:
+    """Closing a tab stops the work it asked for within a second, and is counted as the client's doing."""
+    gone_before = running.metric("intellect_router_requests_total", outcome="client_gone")
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        if sent_first:
+            writer.write(SSE_HEAD + chunked(event("one")))
+        await asyncio.Event().wait()
+
+    engine.script = script
+    asking = asyncio.create_task(client.post("/v1/chat/completions", json={**CHAT, "stream": sent_first}))
+    await await_until(lambda: engine.open_requests == 1, 5, "the engine to get the request")
+    asking.cancel()
+    await await_until(lambda: engine.open_requests == 0, 1, "the engine to be told")
+    await await_until(
+        lambda: running.metric("intellect_router_requests_total", outcome="client_gone") == gone_before + 1, 2, "the count"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "param", "part_of_message"),
+    [
+        (b"", None, "could not parse"),
+        (b"{", None, "could not parse"),
+        (b"[]", None, "must be a JSON object"),
+        (b"null", None, "must be a JSON object"),
+        (b'"x"', None, "must be a JSON object"),
+        (b'{"model": 7}', "model", "'model'"),
+        (b'{"messages": []}', "model", "must provide a 'model'"),
+        (b'{"model": "scripted", "a": ' + b"[" * 100_000, None, "nested too deeply"),
+        (b"\xff\xfe{}", None, "could not parse"),
+        (b'{"model": "scripted", "temperature": NaN}', None, "could not parse"),
+    ],
+)
+async def test_a_body_that_is_no_request_is_a_400_that_names_the_fault(
+    engine: ScriptedEngine, client: httpx.AsyncClient, content: bytes, param: str | None, part_of_message: str
+) -> None:
+    """A wrong body is explained and never reaches an engine."""
+    response = await client.post("/v1/chat/completions", content=content)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert part_of_message in error["message"]
+    assert engine.requests == []
+
+
+async def test_an_unknown_model_is_a_404_that_says_how_to_list_them(engine: ScriptedEngine, client: httpx.AsyncClient) -> None:
+    """A typing error in the model's name is recognised as one by client libraries."""
+    response = await client.post("/v1/chat/completions", json={**CHAT, "model": "gpt-4"})
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+    assert "/v1/models" in response.json()["error"]["message"]
+
+
+async def test_compressed_bodies_are_refused_with_the_reason(engine: ScriptedEngine, client: httpx.AsyncClient) -> None:
+    """A body that the engine could not read is not sent to it."""
+    response = await client.post("/v1/chat/completions", content=b"{}", headers={"content-encoding": "gzip"})
+    assert response.status_code == 415
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/pause", "//pause", "/%70ause", "/v1/../pause", "/v1/%2e%2e/pause", "/collective_rpc", "/metrics", "/admin/replicas",
+     "/v1/chat/completions/", "/v1/chat/completions/render", "/v1/load_lora_adapter", "/tokenize", "/docs", "/openapi.json"],
+)  # fmt: skip
+async def test_a_path_that_is_not_served_never_reaches_an_engine(
+    engine: ScriptedEngine, running: RouterProcess, path: str
+) -> None:
+    """Engine-internal routes cannot be reached through the router, however the path is spelt."""
+    port = int(running.url.rsplit(":", 1)[1])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{{}}".encode())
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 404"), answer
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "unknown_url"
+    assert engine.requests == []
+
+
+async def test_a_wrong_method_is_a_405_with_allow(engine: ScriptedEngine, client: httpx.AsyncClient) -> None:
+    """A client that mixes up GET and POST is told."""
+    assert (await client.get("/v1/chat/completions")).headers["allow"] == "POST"
+    assert (await client.request("FOO", "/v1/models")).status_code in (400, 405)
+
+
+async def test_models_are_listed_and_found_by_name(engine: ScriptedEngine, client: httpx.AsyncClient) -> None:
+    """`client.models.list()` and `.retrieve()` work although engines lack the second."""
+    assert [card["id"] for card in (await client.get("/v1/models")).json()["data"]] == [MODEL]
+    assert (await client.get(f"/v1/models/{MODEL}")).json()["id"] == MODEL
+    missing = await client.get("/v1/models/org/name")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+    head = await client.head("/v1/models")
+    assert (head.status_code, head.content) == (200, b"")
+
+
+async def test_pages_of_an_allowed_origin_may_read_every_answer(engine: ScriptedEngine, client: httpx.AsyncClient) -> None:
+    """A browser application sees errors too, and other pages see nothing."""
+    ours, other = {"origin": "https://app.example"}, {"origin": "https://evil.example"}
+    preflight = await client.options(
+        "/v1/chat/completions",
+        headers={**ours, "access-control-request-method": "POST", "access-control-request-headers": "authorization"},
+    )
+    assert preflight.status_code == 204
+    assert preflight.headers["access-control-allow-headers"] == "authorization"
+    for response in (
+        await client.post("/v1/chat/completions", content=b"{", headers=ours),
+        await client.get("/v1/models", headers=ours),
+        await client.get("/nowhere", headers=ours),
+    ):
+        assert response.headers["access-control-allow-origin"] == ours["origin"]
+    assert "access-control-allow-origin" not in (await client.get("/v1/models", headers=other)).headers
+
+
+async def test_two_requests_with_the_same_id_are_two_requests(engine: ScriptedEngine, client: httpx.AsyncClient) -> None:
+    """A client library that repeats its request id gets both answers."""
+    both = asyncio.Event()
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        if len(engine.requests) == 2:
+            both.set()
+        await both.wait()
+        writer.write(json_answer({"model": MODEL}))
+
+    engine.script = script
+    headers = {"x-request-id": "same"}
+    answers = await asyncio.gather(*(client.post("/v1/chat/completions", json=CHAT, headers=headers) for _ in range(2)))
+    assert [answer.headers["x-request-id"] for answer in answers] == ["same", "same"]
+    assert len({request.headers["x-request-id"] for request in engine.requests}) == 2
+
+
+async def test_a_request_id_that_could_break_a_log_is_replaced(engine: ScriptedEngine, client: httpx.AsyncClient) -> None:
+    """Only short, harmless ids are echoed."""
+    for bad in ("a" * 129, "a b", "a;b", ""):
+        response = await client.get("/v1/models", headers={"x-request-id": bad})
+        assert response.headers["x-request-id"].startswith("req_")
