@@ -1,12 +1,14 @@
 """A store of checkpoints in a folder: <store>/<model>/<version>/, published whole or not at all.
 
-Writers: copy aside, fsync, rename the folder, and only then write STABLE (by rename too), which holds the manifest's
-sha256. Readers trust nothing without STABLE and verify every byte against the manifest. This is the one module of
-`protocol` that does I/O.
+Writers: copy aside, write the manifest, then STABLE with the manifest's sha256, fsync, and rename the folder into place. So
+a version appears sealed and at once, and of two writers of one name the second finds it taken. Readers trust nothing without
+STABLE and verify every byte against the manifest. This is the one module of `protocol` that does I/O.
 """
 
+import errno
 import hashlib
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -98,12 +100,10 @@ def publish(
         check_version_name(parent)
     target = version_folder(store, model, version)
     if (target / STABLE_FILE).exists():
-        raise CheckpointError(
-            Fault.ALREADY_PUBLISHED, f"{model} {version} is already published in {store}; publish under a new version"
-        )
+        raise _already_published(store, model, version)
     names = _wanted_files(source)
     _check_config(source)
-    staging = target.parent / f"{_STAGING_PREFIX}{version}-{os.getpid()}"
+    staging = target.parent / f"{_STAGING_PREFIX}{version}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         staging.mkdir(parents=True)
         files = _copy_all(source, staging, names, progress)
@@ -124,12 +124,10 @@ def publish(
         )
         encoded = encode_manifest(manifest)
         _write_synced(staging / MANIFEST_FILE, encoded)
+        _write_synced(staging / STABLE_FILE, hashlib.sha256(encoded).hexdigest().encode() + b"\n")
         _sync_folder(staging)
-        _replace_unsealed(staging, target)
-        sealed = target / f".{STABLE_FILE}-{os.getpid()}"
-        _write_synced(sealed, hashlib.sha256(encoded).hexdigest().encode() + b"\n")
-        sealed.rename(target / STABLE_FILE)
-        _sync_folder(target)
+        if not _take_place(staging, target):
+            raise _already_published(store, model, version)
     except OSError as error:
         raise CheckpointError(Fault.UNREADABLE, f"cannot write {target}: {error.strerror or error}") from error
     finally:
@@ -203,7 +201,7 @@ def verify(store: Path, model: str, version: str, *, progress: Progress | None =
 
 def _check_folder(folder: Path, store: Path, manifest: Manifest) -> None:
     present = {entry.name for entry in os.scandir(folder)} - {MANIFEST_FILE, STABLE_FILE}
-    if extra := sorted(name for name in present - manifest.files.keys() if not name.startswith(f".{STABLE_FILE}")):
+    if extra := sorted(present - manifest.files.keys()):
         raise CheckpointError(Fault.FILE_UNEXPECTED, f"{folder} holds {extra[0]}, which its manifest does not list")
     for name, spec in manifest.files.items():
         path = folder / name
@@ -348,14 +346,38 @@ def _hash_threads() -> int:
     return min(8, os.cpu_count() or 1)
 
 
-def _replace_unsealed(staging: Path, target: Path) -> None:
-    """Moves the staged folder into place, over what a dead writer may have left there."""
-    if target.exists():
-        abandoned = target.parent / f"{_STAGING_PREFIX}abandoned-{target.name}-{os.getpid()}"
-        target.rename(abandoned)
-        shutil.rmtree(abandoned, ignore_errors=True)
-    staging.rename(target)
+def _already_published(store: Path, model: str, version: str) -> CheckpointError:
+    return CheckpointError(
+        Fault.ALREADY_PUBLISHED, f"{model} {version} is already published in {store}; publish under a new version"
+    )
+
+
+def _take_place(staging: Path, target: Path) -> bool:
+    """Moves the staged folder into place, over an unsealed one that a dead writer left. False if a sealed one is there."""
+    if _rename_to_free(staging, target):
+        _sync_folder(target.parent)
+        return True
+    abandoned = staging.with_name(f"{staging.name}-abandoned")
+    target.rename(abandoned)
+    # Looked at after the move: whoever sealed this name in the meantime gets it back.
+    if (abandoned / STABLE_FILE).exists():
+        abandoned.rename(target)
+        return False
+    shutil.rmtree(abandoned, ignore_errors=True)
+    taken = _rename_to_free(staging, target)
     _sync_folder(target.parent)
+    return taken
+
+
+def _rename_to_free(folder: Path, target: Path) -> bool:
+    """Renames a folder unless something stands at the target; the operating system decides, so only one writer wins."""
+    try:
+        folder.rename(target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
+    return True
 
 
 def _write_synced(path: Path, data: bytes) -> None:

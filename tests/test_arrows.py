@@ -22,7 +22,9 @@ ROUTER_RINGS = [
     {"router.policy"},
     {"router.state", "router.config"},
     {"router.edge"},
-    {"router.auth", "router.cors", "router.model_alias", "router.proxy", "router.rollout_runner"},
+    {"router.exchange", "router.auth", "router.cors", "router.model_alias"},
+    {"router.reply", "router.request_body", "router.relay"},
+    {"router.proxy", "router.rollout_runner"},
     {"router.api", "router.admin"},
     {"router.app"},
 ]

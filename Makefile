@@ -1,0 +1,41 @@
+# Two commands are enough on a fresh machine: `make serve` and `make test`. Each sets up what it needs.
+
+MODEL ?=
+REPLICAS ?= 2
+PORT ?= 8000
+ENGINE ?= vllm
+STATE_DIR ?=
+
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test check clean
+
+help:
+	@echo 'make serve    a served model on http://127.0.0.1:$(PORT), with everything it needs'
+	@echo '              variables: MODEL=FOLDER_OR_HUB_ID REPLICAS=$(REPLICAS) PORT=$(PORT) ENGINE=vllm|sim STATE_DIR=FOLDER'
+	@echo 'make test     every test that needs no GPU'
+	@echo 'make check    format, lint, types, import arrows'
+	@echo 'make setup    .venv with all dependencies; the others run it, and it is idempotent'
+	@echo '              variables: ACCELERATOR=cpu|cuda PYTHON=INTERPRETER'
+	@echo 'make clean    remove what setup and the tests made (models and checkpoints stay in ~/.cache/intellect)'
+
+setup:
+	@bash requirements/install.sh
+
+serve: setup
+	@exec $(BIN)/intellect up --port $(PORT) --replicas $(REPLICAS) --engine $(ENGINE) \
+		$(if $(MODEL),--model '$(MODEL)') $(if $(STATE_DIR),--state-dir '$(STATE_DIR)')
+
+test: setup
+	$(BIN)/pytest -m 'not gpu and not long'
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/test_arrows.py
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,26 @@
+"""Where things rest on this machine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+STATE_DIR_DEFAULT = Path("~/.cache/intellect")
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The folders below one state folder."""
+
+    state_dir: Path
+
+    @property
+    def store(self) -> Path:
+        """Checkpoints, as protocol.store lays them out."""
+        return self.state_dir / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.state_dir / "logs"
+
+
+def places(state_dir: Path = STATE_DIR_DEFAULT) -> Places:
+    return Places(state_dir.expanduser().absolute())

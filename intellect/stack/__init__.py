@@ -1,0 +1,1 @@
+"""The local stack: one router and N replicas on this machine, started, watched and stopped together."""

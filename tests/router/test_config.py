@@ -1,0 +1,83 @@
+"""The router's settings, from file, environment and flags."""
+
+from pathlib import Path
+
+import pytest
+
+from router.config import ConfigError, RouterSettings, load_settings
+from router.policy.choose import PolicyName
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "router.toml"
+    path.write_text(text)
+    return path
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    """A value can be overridden where it is needed without editing the file."""
+    file = write(tmp_path, '[router]\nport = 1000\nadmin_port = 2000\nhealth_interval_s = 3\nreplica = ["http://a:1"]\n')
+    environ = {"INTELLECT_ADMIN_PORT": "2001", "INTELLECT_HEALTH_INTERVAL_S": "4.5", "INTELLECT_API_KEY": "k1, k2"}
+    settings = load_settings(file, environ, {"health_interval_s": 5.0, "port": None})
+    assert (settings.port, settings.admin_port, settings.health_interval_s) == (1000, 2001, 5.0)
+    assert settings.api_key == ("k1", "k2")
+    assert settings.replica == ("http://a:1",)
+    assert settings.policy is PolicyName.LEAST_LOADED
+
+
+def test_without_anything_the_defaults_hold() -> None:
+    """The router starts with no configuration at all, for this machine only."""
+    assert load_settings(None, {}, {}) == RouterSettings()
+
+
+@pytest.mark.parametrize(
+    ("file", "environ", "flags", "message"),
+    [
+        ("[router]\nprot = 1\n", {}, {}, "prot"),
+        ("[router]\nport = 'x'\n", {}, {}, "port"),
+        ("router = 3\n", {}, {}, r"\[router\]"),
+        ("[router\n", {}, {}, "not valid TOML"),
+        (None, {"INTELLECT_PORT": "eight"}, {}, "port"),
+        (None, {"INTELLECT_REQUIRE_KEYS": "maybe"}, {}, "INTELLECT_REQUIRE_KEYS='maybe': use true or false"),
+        (None, {}, {"port": 70000}, "port 70000"),
+        (None, {}, {"port": 9, "admin_port": 9}, "a port of its own"),
+        (None, {}, {"policy": "magic"}, "policy"),
+        (None, {}, {"health_interval_s": 0}, "health_interval_s 0.0: must be greater than 0"),
+        (None, {}, {"drain_timeout_s": -1}, "drain_timeout_s"),
+        (None, {}, {"max_body_bytes": 0}, "max_body_bytes"),
+        (None, {}, {"replica": ("127.0.0.1:8200",)}, "http://HOST:PORT"),
+        (None, {}, {"replica": ("http://h:1/v1",)}, "http://HOST:PORT"),
+        (None, {}, {"replica": ("http://user@h:1",)}, "http://HOST:PORT"),
+        (None, {}, {"replica": ("http://h:99999",)}, "http://HOST:PORT"),
+        (None, {}, {"api_key": ("a b",)}, "api_key"),
+        (None, {}, {"require_keys": True}, "at least one --api-key"),
+        (None, {}, {"require_keys": True, "allow_anonymous": True, "api_key": ("k",)}, "contradict"),
+        (None, {}, {"host": "0.0.0.0"}, "--allow-anonymous"),
+        (None, {}, {"admin_host": "::"}, "--admin-token"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_named_with_its_remedy(
+    tmp_path: Path, file: str | None, environ: dict[str, str], flags: dict[str, object], message: str
+) -> None:
+    """A typing error is found at the start, with the key and the value, not at the first request."""
+    path = None if file is None else write(tmp_path, file)
+    with pytest.raises(ConfigError, match=message):
+        load_settings(path, environ, flags)
+
+
+def test_a_missing_file_is_an_error() -> None:
+    """A wrong path is not taken for an empty configuration."""
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_settings(Path("/nowhere/router.toml"), {}, {})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.8.8"])
+def test_this_machine_needs_no_key(host: str) -> None:
+    """A laptop's user is not asked for keys."""
+    assert load_settings(None, {}, {"host": host, "admin_host": host}).host == host
+
+
+def test_other_machines_are_served_with_a_key_or_on_demand() -> None:
+    """Listening on all interfaces takes one deliberate step."""
+    assert load_settings(None, {"INTELLECT_API_KEY": "k"}, {"host": "0.0.0.0"}).host == "0.0.0.0"
+    assert load_settings(None, {}, {"host": "0.0.0.0", "allow_anonymous": True}).allow_anonymous

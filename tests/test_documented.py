@@ -1,0 +1,82 @@
+"""What the documents list is what the code has: settings, metrics, and the files of the map."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from router.config import RouterSettings
+from router.edge.metrics import RouterMetrics
+from router.state.replicas import ReplicaTable
+from server.metrics import AgentMetrics
+from server.settings import AgentSettings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def section(document: str, heading: str) -> str:
+    text = (ROOT / "docs" / document).read_text()
+    return text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def first_column(text: str) -> list[str]:
+    return re.findall(r"^\| `([^`]+)` \|", text, flags=re.MULTILINE)
+
+
+def metric_names(registry: CollectorRegistry) -> set[str]:
+    """As they are exposed: counters end in `_total`, infos in `_info`."""
+    suffixes = {"counter": "_total", "info": "_info"}
+    return {family.name + suffixes.get(family.type, "") for family in registry.collect()}
+
+
+def test_every_setting_of_the_router_is_documented_with_its_default() -> None:
+    """An operator finds each setting in docs/config.md, and nothing there that does not exist."""
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", section("config.md", "Router"), flags=re.MULTILINE)
+    assert [name for name, _ in rows] == list(RouterSettings.__struct_fields__)
+    defaults = RouterSettings()
+    for name, shown in rows:
+        value = getattr(defaults, name)
+        if isinstance(value, bool):
+            assert shown == str(value).lower(), name
+        elif isinstance(value, int | float):
+            assert shown == f"{value:.12g}", name
+        elif value in ((), None):
+            assert shown in ("none", "the engines'"), name
+        else:
+            assert shown == f"`{value}`", name
+
+
+def test_every_setting_of_the_agent_is_documented() -> None:
+    """The same for whoever runs replicas."""
+    assert sorted(first_column(section("config.md", "Replica agent"))) == sorted(field.name for field in fields(AgentSettings))
+
+
+def test_every_metric_is_documented_and_no_other() -> None:
+    """A dashboard can be written from docs/metrics.md alone."""
+    registry = CollectorRegistry()
+    RouterMetrics(registry, ReplicaTable())
+    exposed = {name for name in metric_names(registry) if "_process_" not in name}
+    listed = set(first_column(section("metrics.md", "Router")))
+    assert listed - {"intellect_router_process_*"} == exposed
+    registry = CollectorRegistry()
+    AgentMetrics(registry, version="1", preset="sim")
+    assert set(first_column(section("metrics.md", "Replica agent"))) == metric_names(registry)
+
+
+def test_files_that_the_readme_names_exist() -> None:
+    """A newcomer who follows the file map finds what it names."""
+    rows = (ROOT / "README.md").read_text().partition("## File map")[2].partition("\n## ")[0]
+    paths = re.findall(r"^\| `([^`]+)` \|", rows, flags=re.MULTILINE)
+    assert len(paths) > 8
+    for path in paths:
+        assert list(ROOT.glob(path.rstrip("/"))), path
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    """No link in a document is dead."""
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    assert len(documents) > 6
+    for document in documents:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
