@@ -40,6 +40,7 @@ class RolloutRunner:
 
     def start(self, model: str, version: str, strategy: Strategy) -> Rollout:
         """Starts a rollout in the background. Raises RolloutRefused."""
+        self._rollouts.check_free(model)  # before the replicas, which are not ready because of it
         replicas = self._targets(model)
         rollout = Rollout(self._new_id(), model, version, strategy, self._clock())
         self._rollouts.start(rollout)

@@ -69,10 +69,13 @@ class EngineClient:
     Calls have no deadline of their own unless `timeout_s` says so; the caller knows how long its step may take.
     """
 
-    def __init__(self, base_url: str, token: str) -> None:
+    def __init__(self, base_url: str, token: str, *, api_key: str | None = None) -> None:
+        headers = {ENGINE_TOKEN.decode(): token}
+        if api_key is not None:
+            headers["authorization"] = f"Bearer {api_key}"
         self._http = httpx.AsyncClient(
             base_url=base_url,
-            headers={ENGINE_TOKEN.decode(): token},
+            headers=headers,
             timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
             trust_env=False,  # no proxy stands between an agent and its engine
         )

@@ -22,6 +22,8 @@ SIM_LAUNCHER = "server.sim_engine"
 GUARD = "server.guard.EngineGuard"
 WORKER_EXTENSION = "server.vllm_worker.CheckpointWorker"
 
+API_KEY_VARIABLE = "VLLM_API_KEY"  # the key that the engine's clients must send, the agent too
+
 RANKS_PER_NODE = 8
 # The router closes idle connections after 4 s; an engine that closes first would cut a request that is on its way.
 KEEP_ALIVE_S = 75

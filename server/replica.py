@@ -14,7 +14,7 @@ from protocol.status import BASE_VERSION, ReplicaState, ReplicaStatus, SwapOutco
 from server.checkpoint_check import SwapRefused, base_layout, verify_version
 from server.engine_client import EngineClient, EngineError, EngineFacts, engine_url
 from server.metrics import AgentMetrics
-from server.presets import EngineStart, LaunchPlan, plan_launch
+from server.presets import API_KEY_VARIABLE, EngineStart, LaunchPlan, plan_launch
 from server.settings import AgentSettings
 from server.supervisor import EnginePhase, LaunchRefused, Supervisor
 from server.swap import Served, swap
@@ -203,7 +203,8 @@ class Replica:
         )
         plan = plan_launch(self._settings, start, environ=self._environ, cores=self._cores)
         await self._close_client()
-        self._client = EngineClient(engine_url(self._settings.host, self._settings.port), start.token)
+        url = engine_url(self._settings.host, self._settings.port)
+        self._client = EngineClient(url, start.token, api_key=plan.env.get(API_KEY_VARIABLE))
         self._plan = plan
         return plan
 

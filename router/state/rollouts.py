@@ -44,13 +44,17 @@ class Rollouts:
     def __init__(self) -> None:
         self._by_id: dict[str, Rollout] = {}
 
-    def start(self, rollout: Rollout) -> None:
-        """Raises RolloutRefused while another one runs for the same model."""
+    def check_free(self, model: str) -> None:
+        """Raises RolloutRefused while a rollout of this model runs."""
         for other in self._by_id.values():
-            if other.state is RolloutState.RUNNING and other.model == rollout.model:
+            if other.state is RolloutState.RUNNING and other.model == model:
                 raise RolloutRefused(
                     f"rollout {other.id} of {other.model} to {other.version} is still running; wait for it to end"
                 )
+
+    def start(self, rollout: Rollout) -> None:
+        """Raises RolloutRefused while another one runs for the same model."""
+        self.check_free(rollout.model)
         self._by_id[rollout.id] = rollout
         ended = [known.id for known in self._by_id.values() if known.state is not RolloutState.RUNNING]
         for rollout_id in ended[: max(0, len(ended) - REMEMBERED)]:

@@ -177,8 +177,9 @@ async def test_a_killed_engine_rejoins_with_the_version_of_the_fleet(fleet: Flee
                 if dead and response.status_code != 200:
                     failed.append(response.text)
 
+        asked = fleet.router.metric("intellect_router_requests_total")
         askers = [asyncio.create_task(keep_asking()) for _ in range(8)]
-        await await_until(lambda: fleet.router.in_flight() > 0, 5, "load")
+        await await_until(lambda: fleet.router.metric("intellect_router_requests_total") > asked + 20, 10, "load")
         psutil.Process(pid).kill()
         await await_until(lambda: not psutil.pid_exists(pid), 5, "the engine to be gone")
         await await_until(lambda: victim.is_in(ReplicaState.READY) and victim.status().engine_pid != pid, 30, "its return")

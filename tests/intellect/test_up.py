@@ -3,7 +3,6 @@
 import contextlib
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -112,7 +111,6 @@ def test_the_start_is_told_line_by_line(stack: Stack) -> None:
     assert re.search(r"^Ready after \d+ s: simulated on 2 replicas, at ", stack.output, re.MULTILINE)
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_the_printed_curl_lines_work_as_they_stand(stack: Stack) -> None:
     """Copied into a shell: one answer, then the same as a stream that ends with its [DONE]."""
     plain, streamed = printed_commands(stack, "curl ")
@@ -168,6 +166,13 @@ def test_no_secret_can_be_read_from_the_process_list(stack: Stack) -> None:
     assert len(secrets) >= 3
     arguments = " ".join(" ".join(process.cmdline()) for process in stack.family())
     assert not [secret for secret in secrets if secret in arguments]
+
+
+def test_the_router_learns_what_each_engine_can_hold(stack: Stack) -> None:
+    """Although the engines are closed with a key, their agents read context length and cache size for the router."""
+    for replica in httpx.get(f"{stack.admin}/admin/replicas").json():
+        assert replica["status"]["max_model_len"] > 0
+        assert replica["status"]["kv_capacity_tokens"] > 0
 
 
 def test_a_second_stack_is_told_who_holds_the_port(stack: Stack) -> None:
