@@ -4,7 +4,9 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -52,6 +54,13 @@ def port_holder(port: int) -> str | None:
             except psutil.Error:
                 return f"pid {connection.pid}"
     return None
+
+
+def our_command() -> str:
+    """How a shell of the user's finds `intellect`: by its name where the search path leads to this installation."""
+    script = Path(sys.executable).parent / "intellect"
+    found = shutil.which("intellect")
+    return "intellect" if found is not None and Path(found).resolve() == script.resolve() else str(script)
 
 
 def _cores() -> tuple[int, ...]:

@@ -167,6 +167,7 @@ async def _serve(options: "StackOptions", plan: "StackPlan", admin_token: str | 
     import asyncio
     import signal
 
+    from intellect.machine import our_command
     from intellect.stack.guide import guide
     from intellect.stack.runner import StackRunner
     from intellect.stack.view import make_view
@@ -179,4 +180,7 @@ async def _serve(options: "StackOptions", plan: "StackPlan", admin_token: str | 
     for note in plan.notes:
         view.line(note)
     runner = StackRunner(plan, view, admin_token)
-    return await runner.run(stop, lambda seconds: view.line(guide(options, seconds=seconds, environ=os.environ)))
+    command = our_command()
+    return await runner.run(
+        stop, lambda seconds: view.line(guide(options, seconds=seconds, environ=os.environ, command=command))
+    )

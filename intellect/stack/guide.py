@@ -17,8 +17,11 @@ def base_url(options: StackOptions) -> str:
     return f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{options.port}/v1"
 
 
-def guide(options: StackOptions, *, seconds: float, environ: Mapping[str, str]) -> str:
-    """The text that `intellect up` prints when every replica serves. `environ` is the user's environment."""
+def guide(options: StackOptions, *, seconds: float, environ: Mapping[str, str], command: str) -> str:
+    """The text that `intellect up` prints when every replica serves.
+
+    `environ` is the user's environment, `command` is how a shell of theirs finds `intellect`.
+    """
     replicas = "1 replica" if options.replicas == 1 else f"{options.replicas} replicas"
     admin = f"http://{LOOPBACK}:{options.admin_port}"
     return f"""
@@ -40,7 +43,7 @@ Logs: {options.places.logs}
 
 Swap in a new checkpoint while it serves:
 
-{_swap_lines(options, admin)}
+{_swap_lines(options, admin, shlex.quote(command))}
 
 Ctrl-C stops everything.
 """
@@ -79,14 +82,14 @@ print(answer.choices[0].message.content)
 """
 
 
-def _swap_lines(options: StackOptions, admin: str) -> str:
+def _swap_lines(options: StackOptions, admin: str, command: str) -> str:
     model = shlex.quote(options.served_name)
     store = options.places.store
     store_flag = "" if store == places(STATE_DIR_DEFAULT).store else f" --store {shlex.quote(str(store))}"
     admin_flag = "" if options.admin_port == _ADMIN_PORT_DEFAULT else f" --admin {admin}"
     return (
-        f"intellect checkpoint publish FOLDER --model {model} --version v1{store_flag}\n"
-        f"intellect checkpoint swap v1 --model {model}{admin_flag}"
+        f"{command} checkpoint publish FOLDER --model {model} --version v1{store_flag}\n"
+        f"{command} checkpoint swap v1 --model {model}{admin_flag}"
     )
 
 
