@@ -1,6 +1,5 @@
 """Finding the served model's tensors, and the reasons why no swap can begin."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -56,7 +55,6 @@ def test_without_a_reference_there_is_no_swap(model: str | None) -> None:
     assert error.value.code == "no_base"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("huggingface_hub") is None, reason="needs huggingface_hub")
 def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
     """The engine has downloaded it, so its files are on this machine; nothing is fetched again."""
     commit = "0123456789abcdef0123456789abcdef01234567"
