@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -54,7 +54,8 @@ class RolloutRunner:
         for task in self._running:
             task.cancel()
 
-    def _targets(self, model: str) -> list[Replica]:
+    def _targets(self, model: str) -> list[list[Replica]]:
+        """The model's replicas by what must be swapped together, in the order of their ids. Raises RolloutRefused."""
         served = self._table.served
         if model not in served:
             known = ", ".join(sorted(served)) or "none"
@@ -70,20 +71,22 @@ class RolloutRunner:
                 raise RolloutRefused(
                     f"replica {replica.id} is {replica.health} ({problem}); wait until it is ready or remove it"
                 )
-        return replicas
+        groups: dict[str, list[Replica]] = {}
+        for replica in replicas:
+            assert replica.status is not None, "checked above"
+            groups.setdefault(replica.status.expert_parallel_group or replica.id, []).append(replica)
+        return list(groups.values())
 
-    async def _run(self, rollout: Rollout, replicas: list[Replica]) -> None:
-        swapped: list[tuple[Replica, str]] = []  # with the version each served before
+    async def _run(self, rollout: Rollout, groups: list[list[Replica]]) -> None:
+        former = {replica: replica.status.checkpoint for group in groups for replica in group if replica.status is not None}
         reason: str | None = "the router was stopped"
         try:
-            for replica in replicas:
-                assert replica.status is not None, "checked before the start"
-                former = replica.status.checkpoint
-                reason = await self._swap(rollout, replica, rollout.version)
+            for done, group in enumerate(groups, start=1):
+                reason = await self._swap_group(rollout, group, dict.fromkeys(group, rollout.version))
                 if reason is not None:
-                    await self._undo(rollout, swapped)
+                    for swapped in reversed(groups[:done]):
+                        await self._undo(rollout, swapped, former)
                     break
-                swapped.append((replica, former))
         finally:
             state = RolloutState.DONE if reason is None else RolloutState.FAILED
             self._rollouts.end(rollout, state, self._clock(), reason)
@@ -95,6 +98,11 @@ class RolloutRunner:
                 state,
                 f": {reason}" if reason else "",
             )
+
+    async def _swap_group(self, rollout: Rollout, group: list[Replica], versions: Mapping[Replica, str]) -> str | None:
+        """All ranks of an expert-parallel group at once: the engine's pause waits until each of them was asked."""
+        reasons = await asyncio.gather(*(self._swap(rollout, replica, versions[replica]) for replica in group))
+        return next((reason for reason in reasons if reason is not None), None)
 
     async def _swap(self, rollout: Rollout, replica: Replica, version: str) -> str | None:
         """Returns why the replica does not serve `version` now, or None if it does."""
@@ -113,11 +121,12 @@ class RolloutRunner:
             return None
         return f"replica {replica.id} {report.outcome} {version}: {report.reason}"
 
-    async def _undo(self, rollout: Rollout, swapped: list[tuple[Replica, str]]) -> None:
+    async def _undo(self, rollout: Rollout, group: list[Replica], former: Mapping[Replica, str]) -> None:
         """A fleet that answers with two versions is worse than one that answers with the old one."""
-        for replica, former in reversed(swapped):
-            if problem := await self._swap(rollout, replica, former):
-                log.error("rollout %s could not be undone: %s", rollout.id, problem)
+        if all(replica.status is not None and replica.status.checkpoint == former[replica] for replica in group):
+            return
+        if problem := await self._swap_group(rollout, group, former):
+            log.error("rollout %s could not be undone: %s", rollout.id, problem)
 
 
 def _after(before: Observation, report: SwapReport) -> Observation:

@@ -1,19 +1,23 @@
 """A new checkpoint brought to a whole fleet through the router, under load: router, agents and engines as real processes."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 import pytest
+import uvicorn
+from fastapi import FastAPI, Response
 
-from protocol.status import ReplicaState
+from protocol.status import ReplicaState, ReplicaStatus, SwapOutcome, SwapReport
 from protocol.store import publish
 from server.sim_model import write_sim_model
+from tests.ports import free_port
 from tests.router.process import RouterProcess, start_router
 from tests.server.agent_process import AgentProcess
 from tests.waiting import await_until, wait_until
@@ -199,3 +203,58 @@ def test_an_engine_added_without_its_agent_cannot_be_swapped(fleet: Fleet) -> No
         body = {"model": MODEL, "version": "v1"}
         refused = httpx.post(f"{router.admin}/admin/rollouts", json=body)
         assert (refused.status_code, "by its agent's URL" in refused.text) == (409, True)
+
+
+@asynccontextmanager
+async def scripted_agent(group: str, meet: Callable[[], Awaitable[SwapReport]]) -> AsyncIterator[str]:
+    """The HTTP face of an agent of a wide expert-parallel group, which no CPU can run. `meet` answers a swap."""
+    app = FastAPI()
+
+    @app.get("/status")
+    async def status() -> Response:
+        value = ReplicaStatus(
+            state=ReplicaState.READY, engine_url="http://127.0.0.1:1", model=MODEL, expert_parallel_group=group
+        )
+        return Response(msgspec.json.encode(value), media_type="application/json")
+
+    @app.post("/checkpoint")
+    async def checkpoint() -> Response:
+        return Response(msgspec.json.encode(await meet()), media_type="application/json")
+
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_config=None, lifespan="off", ws="none"))
+    serving = asyncio.create_task(server.serve())
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    await serving
+
+
+async def test_the_ranks_of_an_expert_parallel_group_are_swapped_together_and_groups_one_by_one() -> None:
+    """A pause of one rank ends only when all ranks were asked, so asking them in turn would hang the swap."""
+    asked: list[str] = []
+    barriers = {"west": asyncio.Barrier(2), "east": asyncio.Barrier(2)}
+
+    def rank(group: str) -> Callable[[], Awaitable[SwapReport]]:
+        async def meet() -> SwapReport:
+            asked.append(group)
+            await barriers[group].wait()
+            return SwapReport(outcome=SwapOutcome.SWAPPED, version="v2", epoch=1, requested="v2", seconds=0.1)
+
+        return meet
+
+    async with AsyncExitStack() as agents:
+        urls = [await agents.enter_async_context(scripted_agent(group, rank(group))) for group in ("west", "east") * 2]
+        with start_router(urls, wait=False) as router:
+            async with httpx.AsyncClient(base_url=router.admin) as admin:
+
+                async def all_ready() -> bool:
+                    return [r["health"] for r in (await admin.get("/admin/replicas")).json()] == ["ready"] * 4
+
+                await await_until(all_ready, 10, "four ranks")
+                started = (await admin.post("/admin/rollouts", json={"model": MODEL, "version": "v2"})).json()
+
+                async def ended() -> bool:
+                    return bool((await admin.get(f"/admin/rollouts/{started['id']}")).json()["state"] == "done")
+
+                await await_until(ended, 10, "the rollout to end")
+    assert asked in (["west", "west", "east", "east"], ["east", "east", "west", "west"])
