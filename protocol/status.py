@@ -24,6 +24,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str = BASE_VERSION
     epoch: int = 0  # successful swaps since the engine's first start; never falls while the agent lives
     reason: str | None = None  # why the state is not `ready`, for people
+    paused: bool = False  # frozen for a swap: silent with good reason, whatever the state
     max_model_len: int | None = None  # tokens
     kv_capacity_tokens: int | None = None
     kv_block_size: int | None = None  # tokens

@@ -47,7 +47,7 @@ def build_admin(
     token: str | None,
     now: Callable[[], float],
 ) -> FastAPI:
-    app = FastAPI(title="intellect-serve router admin", docs_url=None, redoc_url=None)
+    app = FastAPI(title="intellect-serve router admin", openapi_url=None)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(StarletteHTTPException, _refused)
     guarded = [Depends(_token_check(token))]
@@ -162,11 +162,17 @@ def _token_check(token: str | None) -> Callable[[Request], Awaitable[None]]:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, StarletteHTTPException)
-    return _error(error.status_code, str(error.detail))
+    detail = str(error.detail)
+    if detail in ("Not Found", "Method Not Allowed"):
+        detail = f"{request.method} {request.url.path}: {detail.lower()} on the admin port; docs/admin.md lists its routes"
+    return _error(error.status_code, detail)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        # Browsers send other types to other sites without asking, so only this one is read.
+        return _error(415, "send the body as JSON, with the header content-type: application/json")
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
     return _error(422, f"{field}: {first['msg']}", param=field)

@@ -70,7 +70,8 @@ class Api:
     async def _serve_rest(self, scope: Scope, send: Send, path: str, method: str, extra: Headers) -> None:
         allowed = _allowed_methods(path)
         if allowed is None:
-            message = f"Invalid URL ({method} {path}); this service has no such path."
+            hint = f"did you mean /v1{path}?" if _allowed_methods(f"/v1{path}") else "this service has no such path."
+            message = f"Invalid URL ({method} {path}); {hint}"
             await self._refuse(scope, send, extra, 404, message, Outcome.REJECTED_INVALID, code="unknown_url")
         elif method == "OPTIONS" and (preflight := self._cors.preflight(scope["headers"], allowed)) is not None:
             await _send(send, 204, preflight, b"", method)
@@ -96,7 +97,7 @@ class Api:
         elif self._table.is_ready:
             await self._send_json(scope, send, extra, 200, {"status": "ready"})
         else:
-            problems = {replica.id: replica.observed.problem or replica.health for replica in self._table.all()}
+            problems = {replica.id: _first_line(replica.observed.problem or replica.health) for replica in self._table.all()}
             await self._send_json(scope, send, extra, 503, {"status": "no replica is ready", "replicas": problems})
 
     async def _serve_model(self, scope: Scope, send: Send, name: str, extra: Headers) -> None:
@@ -166,6 +167,11 @@ def _allowed_methods(path: str) -> str | None:
     if path in ("/health", "/ready", MODELS) or (path.startswith(_MODEL_PREFIX) and path != _MODEL_PREFIX):
         return "GET, HEAD"
     return None
+
+
+def _first_line(problem: str) -> str:
+    """Without what follows: an engine's own log lines are for operators, and this route needs no key."""
+    return problem.partition("\n")[0][:200]
 
 
 async def _send(send: Send, status: int, headers: Headers, body: bytes, method: str) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import resource
 import secrets
 import signal
 import socket
@@ -28,7 +29,7 @@ from router.edge.access_log import AccessLog, NoAccessLog
 from router.edge.agent_client import ControlClient
 from router.edge.client import ClientConnection
 from router.edge.discovery import follow_file
-from router.edge.fleet import Fleet
+from router.edge.fleet import Fleet, replica_id_of
 from router.edge.metrics import RouterMetrics
 from router.edge.upstream import Timeouts
 from router.policy.choose import make_policy
@@ -70,11 +71,12 @@ async def run_router(settings: RouterSettings) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the operator's one line
         return 1
-    access_log = AccessLog(sys.stdout.buffer) if settings.access_log else NoAccessLog()
+    _raise_descriptor_limit()
+    access_log = AccessLog(sys.stdout.fileno()) if settings.access_log else NoAccessLog()
     try:
         await _run(settings, public, admin, access_log)
     finally:
-        access_log.flush()
+        access_log.close()
     return 0
 
 
@@ -128,8 +130,10 @@ async def _run(
             token=settings.admin_token,
             now=time.monotonic,
         )
-        for url in dict.fromkeys(settings.replica):
+        for url in {replica_id_of(url): url for url in settings.replica}.values():
             fleet.add(url)
+        if not settings.replica and settings.replica_file is None:
+            log.warning("no replicas yet: give --replica or --replica-file, or add one with POST /admin/replicas")
         background = [tasks.create_task(fleet.run(), name="sweep")]
         if settings.replica_file is not None:
             following = follow_file(fleet, Path(settings.replica_file), settings.health_interval_s)
@@ -198,6 +202,14 @@ def _listen(name: str, host: str, port: int) -> socket.socket:
             f"{name} {port} on {host} cannot be used: {error.strerror}; stop what listens there or choose another {name}"
         ) from error
     return listener
+
+
+def _raise_descriptor_limit() -> None:
+    """Each request holds two connections, and the usual soft limit of 1024 is meant for programs that use select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _stop_event() -> asyncio.Event:

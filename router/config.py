@@ -1,16 +1,20 @@
 """The router's settings: one TOML table `[router]`, overridden by INTELLECT_* variables, overridden by flags; read once."""
 
+import difflib
 import ipaddress
+import math
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 
 from router.policy.choose import PolicyName
 
 ENVIRONMENT_PREFIX = "INTELLECT_"
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=:-]+")
+_REPLICA_URL = re.compile(r"http://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})/?")
 
 
 class ConfigError(ValueError):
@@ -58,15 +62,38 @@ def load_settings(config_file: Path | None, environ: Mapping[str, str], override
     """
     values: dict[str, object] = {}
     if config_file is not None:
-        values |= _read_table(config_file)
-    values |= _from_environment(environ)
-    values |= {name: value for name, value in overrides.items() if value is not None}
-    try:
-        settings = msgspec.convert(values, RouterSettings, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"router settings: {error}") from error
+        values |= _typed(_read_table(config_file), lambda name: f"--config {config_file}: {name}")
+    values |= _typed(_from_environment(environ), _variable)
+    values |= _typed({name: value for name, value in overrides.items() if value is not None}, _flag)
+    settings = RouterSettings(**values)  # type: ignore[arg-type]  # each value was converted to its field's type
     _check(settings)
     return settings
+
+
+def _typed(values: Mapping[str, object], spell: Callable[[str], str]) -> dict[str, object]:
+    """The values as their fields' types. Raises ConfigError with the setting as `spell` writes it for where it came from."""
+    known = {field.name: field.type for field in msgspec.structs.fields(RouterSettings)}
+    typed: dict[str, object] = {}
+    for name, value in values.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else "; docs/config.md lists the settings"
+            raise ConfigError(f"{spell(name)} is no setting of the router{hint}")
+        try:
+            typed[name] = msgspec.convert(value, known[name], strict=False)
+        except msgspec.ValidationError as error:
+            if known[name] is PolicyName:
+                raise ConfigError(f"{spell(name)} is {value!r}, but must be one of {', '.join(PolicyName)}") from error
+            raise ConfigError(f"{spell(name)} is {value!r}: {error}") from error
+    return typed
+
+
+def _variable(name: str) -> str:
+    return ENVIRONMENT_PREFIX + name.upper()
+
+
+def _flag(name: str) -> str:
+    return "--" + name.removesuffix("_s").replace("_", "-")
 
 
 def _read_table(path: Path) -> dict[str, object]:
@@ -76,16 +103,18 @@ def _read_table(path: Path) -> dict[str, object]:
         raise ConfigError(f"--config {path}: cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: is not valid TOML: {error}") from error
+    if stray := sorted(document.keys() - {"router"}):
+        raise ConfigError(f"--config {path}: {stray[0]} stands outside of the table; write the settings below a line [router]")
     table = document.get("router", {})
     if not isinstance(table, dict):
-        raise ConfigError(f"--config {path}: `router` must be a table: write its keys below a line [router]")
+        raise ConfigError(f"--config {path}: router must be a table; write the settings below a line [router]")
     return table
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, object]:
     values: dict[str, object] = {}
     for name in RouterSettings.__struct_fields__:
-        text = environ.get(ENVIRONMENT_PREFIX + name.upper())
+        text = environ.get(_variable(name))
         if not text:
             continue
         if name in _LISTS:
@@ -104,7 +133,7 @@ def _boolean(name: str, text: str) -> bool:
         case "0" | "false" | "no" | "off":
             return False
         case _:
-            raise ConfigError(f"{ENVIRONMENT_PREFIX}{name.upper()}={text!r}: use true or false")
+            raise ConfigError(f"{_variable(name)} is {text!r}: use true or false")
 
 
 def _check(settings: RouterSettings) -> None:
@@ -122,15 +151,20 @@ def _check(settings: RouterSettings) -> None:
         "max_body_bytes",
         "max_attempts",
     ):
-        if not (value := getattr(settings, name)) > 0:
-            raise ConfigError(f"{name} {value}: must be greater than 0")
-    if settings.drain_timeout_s < 0:
-        raise ConfigError(f"drain_timeout_s {settings.drain_timeout_s}: must not be negative")
+        if not 0 < (value := getattr(settings, name)) < math.inf:
+            raise ConfigError(f"{name} {value}: must be a number greater than 0")
+    if not 0 <= settings.drain_timeout_s < math.inf:
+        raise ConfigError(f"drain_timeout_s {settings.drain_timeout_s}: must be a number, 0 or greater")
     for url in settings.replica:
         check_replica_url(url)
-    for key in settings.api_key:
-        if not key or not key.isascii() or any(character.isspace() for character in key):
-            raise ConfigError("api_key: a key is not empty and has only ASCII characters without spaces")
+    if settings.replica_file is not None and not Path(settings.replica_file).is_file():
+        raise ConfigError(f"replica_file {settings.replica_file}: there is no such file; write one URL a line into it first")
+    secrets = [("api_key", key) for key in settings.api_key]
+    secrets += [(name, getattr(settings, name)) for name in ("admin_token", "agent_token", "upstream_key")]
+    for name, secret in secrets:
+        # RFC 6750's characters of a bearer token; they also need no quoting in a shell, a list or a header.
+        if secret is not None and not _TOKEN.fullmatch(secret):
+            raise ConfigError(f"{name}: only letters, digits and the characters - . _ ~ + / = : may stand in it")
     if settings.require_keys and not settings.api_key:
         raise ConfigError("require_keys is set but there is no key: give at least one --api-key (or INTELLECT_API_KEY)")
     if settings.require_keys and settings.allow_anonymous:
@@ -149,13 +183,8 @@ def _check(settings: RouterSettings) -> None:
 
 def check_replica_url(url: str) -> None:
     """Raises ConfigError unless `url` is http://HOST:PORT."""
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme == "http" and bool(parts.hostname) and parts.path in ("", "/") and not parts.query
-        usable = usable and parts.username is None and (parts.port or 80) > 0
-    except ValueError:
-        usable = False
-    if not usable:
+    match = _REPLICA_URL.fullmatch(url)
+    if match is None or not 0 < int(match["port"]) <= 65535:
         raise ConfigError(f"replica {url!r}: give the engine's or its agent's URL as http://HOST:PORT")
 
 

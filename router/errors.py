@@ -19,3 +19,7 @@ class BrokenAnswerError(UpstreamError):
 
 class UpstreamTimeoutError(UpstreamError):
     """The engine was silent for too long. The message says which of the limits it was."""
+
+
+class LocalLimitError(UpstreamError):
+    """No connection could be made for want of something of our own (file descriptors, ports): no replica's fault."""

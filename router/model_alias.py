@@ -23,19 +23,29 @@ class ModelAlias:
         return data.replace(self._field_engine, self._field_public)
 
 
-class EventAssembler:
-    """Renames the model in a stream, holding back an event until it is whole, so that nothing renamed is split in two."""
+class StreamRenamer:
+    """Renames the model in a stream, holding a line back until it is whole, so that no name is split in two.
+
+    A line longer than LINE_BYTES_MAX is passed on in parts; a name that is cut just there stays as the engine wrote it.
+    """
+
+    LINE_BYTES_MAX = 1024 * 1024
 
     def __init__(self, alias: ModelAlias) -> None:
         self._alias = alias
-        self._rest = b""
+        self._rest = bytearray()
 
     def feed(self, data: bytes) -> bytes:
-        """All events that are complete now."""
-        whole, separator, self._rest = (self._rest + data).rpartition(b"\n\n")
-        return self._alias.answer(whole + separator)
+        """All lines that are complete now."""
+        whole, separator, rest = data.rpartition(b"\n")
+        if not separator:
+            self._rest += rest
+            return self.finish() if len(self._rest) > self.LINE_BYTES_MAX else b""
+        lines = bytes(self._rest) + whole + separator
+        self._rest = bytearray(rest)
+        return self._alias.answer(lines)
 
     def finish(self) -> bytes:
-        """What is left of an unfinished event."""
-        rest, self._rest = self._rest, b""
-        return rest
+        """What is left of an unfinished line."""
+        rest, self._rest = bytes(self._rest), bytearray()
+        return self._alias.answer(rest)

@@ -17,7 +17,7 @@ from router.edge.client import ClientWatch, client_of
 from router.edge.fleet import Fleet
 from router.edge.metrics import RouterMetrics
 from router.edge.upstream import request_head
-from router.errors import UnreachableError, UpstreamError, UpstreamTimeoutError
+from router.errors import LocalLimitError, UnreachableError, UpstreamError, UpstreamTimeoutError
 from router.exchange import (
     ClientGone,
     Exchange,
@@ -34,7 +34,7 @@ from router.model_alias import ModelAlias
 from router.outcome import Outcome
 from router.policy.choose import Policy
 from router.relay import relay
-from router.reply import Reply
+from router.reply import ClientStalled, Reply
 from router.request_body import BodyLimits, read_body
 from router.state.replicas import Lease
 from router.types import RequestInfo
@@ -92,6 +92,10 @@ class Proxy:
             await reply.error(rejection.status, rejection.body)
         except ClientGone:
             outcome = Outcome.CLIENT_GONE
+        except ClientStalled:
+            outcome = Outcome.CLIENT_GONE
+            exchange.error = "the client did not read its answer"
+            reply.break_off()
         except Exception:  # the one place where a fault of ours becomes an answer
             log.exception("request %s failed in the router", exchange.request_id)
             if reply.is_started:
@@ -103,11 +107,11 @@ class Proxy:
             self._settle(exchange, outcome)
 
     async def _run(self, scope: Scope, receive: Receive, reply: Reply, exchange: Exchange) -> Outcome:
-        body = await read_body(scope["headers"], receive, self._body_limits)
-        exchange.request_bytes = len(body)
         watch = ClientWatch(client_of(scope))
-        watch.start()
         try:
+            body = await read_body(scope["headers"], receive, self._body_limits)
+            exchange.request_bytes = len(body)
+            watch.start()
             return await self._forward(scope, body, reply, exchange)
         except asyncio.CancelledError:
             if watch.is_client_gone:
@@ -142,6 +146,10 @@ class Proxy:
                 raise Rejection(
                     504, "The model did not answer in time.", Outcome.UPSTREAM_TIMEOUT, code="upstream_timeout"
                 ) from None
+            except LocalLimitError as error:
+                exchange.error = str(error)
+                message = "The service is out of connections; try again."
+                raise Rejection(503, message, Outcome.UPSTREAM_UNREACHABLE, code="overloaded") from None
             except UpstreamError as error:
                 # The client has got nothing yet, so another replica can answer in this one's place.
                 exchange.error = str(error)
@@ -169,7 +177,9 @@ class Proxy:
             )
         served = self._table.served
         if not served:
-            raise no_replica(f"No replica has answered yet, so it is not known whether '{model}' is served.")
+            raise no_replica(
+                f"No replica has answered yet, so it is not known whether '{model}' is served; GET /ready says why."
+            )
         if self._alias is None and model in served:
             return model
         if self._alias is not None and model == self._alias:
@@ -196,7 +206,11 @@ class Proxy:
     def _place(self, request: RequestInfo, exchange: Exchange) -> Lease:
         candidates = self._table.candidates(request.model, exchange.tried)
         if not candidates:
-            raise unreachable() if exchange.tried else no_replica(f"No replica that serves '{exchange.model}' is ready.")
+            raise (
+                unreachable()
+                if exchange.tried
+                else no_replica(f"No replica that serves '{exchange.model}' is ready; GET /ready says why.")
+            )
         replica = self._policy.choose(request, candidates)
         exchange.tried.append(replica)
         exchange.attempts += 1

@@ -1,5 +1,7 @@
 """The answer to one client: its head, its parts, its error, or its breaking off."""
 
+import asyncio
+
 from protocol import headers as names
 from router.edge.client import ClientConnection
 from router.exchange import Exchange, Headers, Send
@@ -8,6 +10,12 @@ from router.exchange import Exchange, Headers, Send
 RETRY_AFTER_S = 2
 # OpenAI's clients do not retry at all, or at once, when told to wait longer.
 RETRY_AFTER_S_MAX = 60
+# Seconds that a client may leave its answer unread once its buffers are full.
+CLIENT_STALL_S = 120.0
+
+
+class ClientStalled(Exception):
+    """The client has not read for CLIENT_STALL_S, while its engine, and its place on a replica, waited for it."""
 
 
 class Reply:
@@ -24,18 +32,28 @@ class Reply:
         self.is_started = False
 
     async def head(self, status: int, headers: Headers) -> None:
-        self.is_started = True
         self._exchange.status = status
         headers = [*headers, *self._own_headers(), *self._extra_headers]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        self.is_started = True
+        await self._send_on({"type": "http.response.start", "status": status, "headers": headers})
 
     async def part(self, data: bytes) -> None:
         self._exchange.response_bytes += len(data)
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._send_on({"type": "http.response.body", "body": data, "more_body": True})
 
     async def last_part(self, data: bytes) -> None:
         self._exchange.response_bytes += len(data)
-        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        await self._send_on({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _send_on(self, message: dict[str, object]) -> None:
+        if not self._connection.is_clogged:
+            await self._send(message)
+            return
+        try:
+            async with asyncio.timeout(CLIENT_STALL_S):
+                await self._send(message)
+        except TimeoutError:
+            raise ClientStalled from None
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         await self.head(status, [*headers, (b"content-length", b"%d" % len(body))])

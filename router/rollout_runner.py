@@ -12,7 +12,7 @@ from router.edge.agent_client import ControlClient, ControlError
 from router.edge.metrics import RouterMetrics
 from router.state.replicas import Replica, ReplicaTable
 from router.state.rollouts import Rollout, RolloutRefused, Rollouts, RolloutState, Strategy
-from router.types import Health, Observation
+from router.types import Health
 
 log = logging.getLogger(__name__)
 
@@ -78,15 +78,12 @@ class RolloutRunner:
         return list(groups.values())
 
     async def _run(self, rollout: Rollout, groups: list[list[Replica]]) -> None:
-        former = {replica: replica.status.checkpoint for group in groups for replica in group if replica.status is not None}
-        reason: str | None = "the router was stopped"
+        reason: str | None = "the router was stopped; some replicas may serve the new version, some the old"
         try:
-            for done, group in enumerate(groups, start=1):
-                reason = await self._swap_group(rollout, group, dict.fromkeys(group, rollout.version))
-                if reason is not None:
-                    for swapped in reversed(groups[:done]):
-                        await self._undo(rollout, swapped, former)
-                    break
+            reason = await self._swap_all(rollout, groups)
+        except Exception as error:  # a fault of ours in a rollout must not end the requests that run
+            log.exception("rollout %s failed", rollout.id)
+            reason = f"a fault in the router: {error!r}; its log has more"
         finally:
             state = RolloutState.DONE if reason is None else RolloutState.FAILED
             self._rollouts.end(rollout, state, self._clock(), reason)
@@ -99,6 +96,17 @@ class RolloutRunner:
                 f": {reason}" if reason else "",
             )
 
+    async def _swap_all(self, rollout: Rollout, groups: list[list[Replica]]) -> str | None:
+        """Returns why not all replicas serve the version, after those that did were asked back; None if all do."""
+        former = {replica: replica.status.checkpoint for group in groups for replica in group if replica.status is not None}
+        for done, group in enumerate(groups, start=1):
+            failure = await self._swap_group(rollout, group, dict.fromkeys(group, rollout.version))
+            if failure is not None:
+                for swapped in reversed(groups[:done]):
+                    await self._undo(rollout, swapped, former)
+                return failure
+        return None
+
     async def _swap_group(self, rollout: Rollout, group: list[Replica], versions: Mapping[Replica, str]) -> str | None:
         """All ranks of an expert-parallel group at once: the engine's pause waits until each of them was asked."""
         reasons = await asyncio.gather(*(self._swap(rollout, replica, versions[replica]) for replica in group))
@@ -106,20 +114,35 @@ class RolloutRunner:
 
     async def _swap(self, rollout: Rollout, replica: Replica, version: str) -> str | None:
         """Returns why the replica does not serve `version` now, or None if it does."""
+        if replica.removed:
+            return None  # an operator took it out meanwhile
         before = replica.observed
-        # Until the next probe says more: requests go elsewhere if there is an elsewhere, and no watchdog fires.
-        self._table.observe(replica, dataclasses.replace(before, health=Health.SWAPPING, problem="swapping a checkpoint"), 0)
+        if before.health in (Health.READY, Health.DRAINING):
+            # Until the next probe says more: requests go elsewhere if there is an elsewhere, and no watchdog fires.
+            paused = dataclasses.replace(before, health=Health.SWAPPING, problem="swapping a checkpoint")
+            self._table.observe(replica, paused, 0)
         try:
             report = await self._control.swap(replica.url, version)
         except ControlError as error:
-            self._table.observe(replica, before, 0)
             return f"replica {replica.id}: {error}"
-        self._table.observe(replica, _after(before, report), 0)
+        self._take_over(replica, report)
         rollout.reports.append((replica.id, report))
         self._metrics.replica_swapped(report.outcome)
         if report.outcome is SwapOutcome.SWAPPED:
             return None
         return f"replica {replica.id} {report.outcome} {version}: {report.reason}"
+
+    def _take_over(self, replica: Replica, report: SwapReport) -> None:
+        """What the report says is newer than the last probe."""
+        if replica.status is None:
+            return
+        status = msgspec.structs.replace(replica.status, checkpoint=report.version, epoch=report.epoch)
+        observed = replica.observed
+        if report.outcome is SwapOutcome.FAILED:
+            observed = dataclasses.replace(observed, health=Health.STARTING, problem=report.reason)
+        elif observed.health is Health.SWAPPING:
+            observed = dataclasses.replace(observed, health=Health.READY, problem=None)
+        self._table.observe(replica, dataclasses.replace(observed, status=status), 0)
 
     async def _undo(self, rollout: Rollout, group: list[Replica], former: Mapping[Replica, str]) -> None:
         """A fleet that answers with two versions is worse than one that answers with the old one."""
@@ -127,12 +150,3 @@ class RolloutRunner:
             return
         if problem := await self._swap_group(rollout, group, former):
             log.error("rollout %s could not be undone: %s", rollout.id, problem)
-
-
-def _after(before: Observation, report: SwapReport) -> Observation:
-    """What the report says is newer than the last probe."""
-    assert before.status is not None, "only replicas with an agent are swapped"
-    status = msgspec.structs.replace(before.status, checkpoint=report.version, epoch=report.epoch)
-    if report.outcome is SwapOutcome.FAILED:
-        return dataclasses.replace(before, health=Health.STARTING, problem=report.reason, status=status)
-    return dataclasses.replace(before, status=status)

@@ -52,6 +52,17 @@ def test_every_setting_of_the_agent_is_documented() -> None:
     assert sorted(first_column(section("config.md", "Replica agent"))) == sorted(field.name for field in fields(AgentSettings))
 
 
+def test_every_route_of_the_admin_ports_is_documented() -> None:
+    """docs/admin.md can be relied on: no route is missing there."""
+    text = (ROOT / "docs" / "admin.md").read_text()
+    for source in ("router/admin.py", "server/agent_api.py"):
+        routes = re.findall(r'@(?:app|api)\.(get|post|delete)\("([^"]+)"', (ROOT / source).read_text())
+        assert len(routes) >= 6
+        for method, path in routes:
+            documented = path.replace("{replica_id}", "{id}").replace("{rollout_id}", "{id}")
+            assert f"{method.upper()} {documented}`" in text or f"{method.upper()} {documented} " in text, (method, path)
+
+
 def test_every_metric_is_documented_and_no_other() -> None:
     """A dashboard can be written from docs/metrics.md alone."""
     registry = CollectorRegistry()

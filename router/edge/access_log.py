@@ -1,12 +1,20 @@
-"""One JSON line for each request's ending, written in batches: a system call per request would cost more than the line."""
+"""One JSON line for each request's ending, written in batches and off the path of requests."""
 
 import asyncio
-from typing import BinaryIO
+import logging
+import os
+import queue
+import threading
 
 import msgspec
 
 FLUSH_BYTES = 64 * 1024
 FLUSH_S = 0.25
+# Lines that a slow reader may leave waiting; beyond it they are dropped.
+WAITING_BYTES_MAX = 8 * 1024 * 1024
+CLOSE_S = 1.0
+
+log = logging.getLogger(__name__)
 
 
 class AccessRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -29,30 +37,79 @@ class AccessRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class AccessLog:
-    """Buffers lines and writes them to `stream` four times a second. Call `flush` before the process ends."""
+    """Collects lines and hands them to a thread four times a second.
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
+    Whoever reads the stream can be slow, stuck or gone, and a disk can be full; none of this may hold up a request. Lines that
+    cannot be written are dropped and counted. Call `close` before the process ends.
+    """
+
+    def __init__(self, descriptor: int) -> None:
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
         self._timer: asyncio.TimerHandle | None = None
+        self._writer = _WriterThread(descriptor)
 
     def write(self, record: AccessRecord) -> None:
         self._encoder.encode_into(record, self._buffer, -1)
         self._buffer += b"\n"
         if len(self._buffer) >= FLUSH_BYTES:
-            self.flush()
+            self._hand_over()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
+            self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._hand_over)
 
-    def flush(self) -> None:
+    def close(self) -> None:
+        self._hand_over()
+        self._writer.close()
+
+    @property
+    def dropped_bytes(self) -> int:
+        return self._writer.dropped_bytes
+
+    def _hand_over(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._buffer:
-            self._stream.write(self._buffer)
-            self._stream.flush()
+            self._writer.take(bytes(self._buffer))
             self._buffer.clear()
+
+
+class _WriterThread:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._waiting_bytes = 0
+        self._has_failed = False
+        self.dropped_bytes = 0
+        # A daemon: a reader that is stuck for good must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="access log", daemon=True)
+        self._thread.start()
+
+    def take(self, lines: bytes) -> None:
+        if self._waiting_bytes > WAITING_BYTES_MAX:
+            self.dropped_bytes += len(lines)
+            return
+        self._waiting_bytes += len(lines)
+        self._queue.put(lines)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        while (lines := self._queue.get()) is not None:
+            try:
+                left = memoryview(lines)
+                while left:
+                    left = left[os.write(self._descriptor, left) :]
+                self._has_failed = False
+            except OSError as error:
+                self.dropped_bytes += len(lines)
+                if not self._has_failed:
+                    log.warning("the access log cannot be written, lines are dropped: %s", error.strerror)
+                self._has_failed = True
+            finally:
+                self._waiting_bytes -= len(lines)
 
 
 class NoAccessLog:
@@ -61,5 +118,5 @@ class NoAccessLog:
     def write(self, record: AccessRecord) -> None:
         pass
 
-    def flush(self) -> None:
+    def close(self) -> None:
         pass

@@ -1,9 +1,12 @@
 """What the router asks of a replica's agent or of a bare engine outside the hot path: status, models, swaps."""
 
+import asyncio
+
 import httpx
 import msgspec
 
 from protocol.errors import ErrorBody
+from protocol.manifest import CheckpointError, check_version_name
 from protocol.status import ReplicaState, ReplicaStatus, SwapReport
 from router.types import Endpoint, Health, Observation
 
@@ -15,8 +18,9 @@ _HEALTH_OF_STATE = {
     ReplicaState.FAILED: Health.DOWN,
 }
 
-# Verifying and loading a checkpoint of hundreds of GB from a shared disk takes this long at worst.
-SWAP_TIMEOUT_S = 1800.0
+# Longer than an agent's own deadlines for all phases of a swap and of the way back: whoever gives up first must be the agent.
+SWAP_TIMEOUT_S = 3 * 3600.0
+ANSWER_BYTES_MAX = 4 * 1024 * 1024
 
 
 class ControlError(Exception):
@@ -49,7 +53,7 @@ class ControlClient:
 
     async def agent_status(self, url: str, timeout_s: float) -> ReplicaStatus | None:
         """The agent's status, or None if what answers at `url` is not an agent."""
-        response = await self._request("GET", f"{url}/status", timeout_s, headers=self._agent_headers)
+        response = await self._request("GET", f"{url}/status", timeout_s)
         if response.status_code != 200:
             return None
         try:
@@ -85,17 +89,31 @@ class ControlClient:
             raise ControlError(f"{url} answered {response.status_code}: {_message(response)}") from None
 
     async def _request(
-        self, method: str, url: str, timeout_s: float, *, headers: dict[str, str], json: object = None
+        self, method: str, url: str, timeout_s: float, *, headers: dict[str, str] | None = None, json: object = None
     ) -> httpx.Response:
+        """Within `timeout_s` in all and ANSWER_BYTES_MAX: what answers may be anything."""
         try:
-            return await self._http.request(method, url, timeout=timeout_s, headers=headers, json=json)
-        except httpx.TimeoutException as error:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._http.stream(method, url, timeout=None, headers=headers, json=json) as response,
+            ):
+                body = bytearray()
+                async for part in response.aiter_bytes():
+                    body += part
+                    if len(body) > ANSWER_BYTES_MAX:
+                        raise ControlError(f"{url} answered with more than {ANSWER_BYTES_MAX} bytes")
+                return httpx.Response(response.status_code, content=bytes(body))
+        except TimeoutError as error:
             raise ControlTimeout(f"{url} did not answer within {timeout_s:g} s") from error
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ControlRefused(f"{url}: {error or type(error).__name__}") from error
 
 
 def observation_of(status: ReplicaStatus, engine: Endpoint) -> Observation:
+    try:
+        check_version_name(status.checkpoint)
+    except CheckpointError as error:
+        return Observation(Health.DOWN, f"its agent names an impossible version: {error}")
     health = _HEALTH_OF_STATE[status.state]
     return Observation(
         health=health,

@@ -18,16 +18,21 @@ async def follow_file(fleet: Fleet, path: Path, interval_s: float) -> None:
     """
     from_file: set[ReplicaId] = set()
     last_text: str | None = None
+    last_problem: str | None = None
     while True:
+        problem = None
         try:
             text = await asyncio.to_thread(path.read_text)
             if text != last_text:
-                last_text = text
                 from_file = apply_urls(fleet, parse_replica_file(text), from_file)
+                last_text = text
         except OSError as error:
-            log.warning("replica file %s cannot be read, the replicas stay as they are: %s", path, error.strerror)
+            problem = f"cannot be read: {error.strerror}"
         except (ConfigError, UnicodeDecodeError) as error:
-            log.warning("replica file %s has a fault, the replicas stay as they are: %s", path, error)
+            problem = f"has a fault: {error}"
+        if problem is not None and problem != last_problem:
+            log.warning("replica file %s %s; the replicas stay as they are", path, problem)
+        last_problem = problem
         await asyncio.sleep(interval_s)
 
 
@@ -53,6 +58,7 @@ def apply_urls(fleet: Fleet, urls: list[str], from_file: set[ReplicaId]) -> set[
     for replica_id in (from_file - wanted.keys()) & present:
         fleet.remove(replica_id)
         log.info("replica %s left the replica file", replica_id)
-    for replica_id in wanted.keys() - present:
+    new = wanted.keys() - present
+    for replica_id in new:
         fleet.add(wanted[replica_id])
-    return set(wanted)
+    return new | (from_file & wanted.keys())

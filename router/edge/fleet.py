@@ -1,6 +1,7 @@
 """Keeps the replica table true: probes every replica, learns models and versions, and owns the pools to their engines."""
 
 import asyncio
+import dataclasses
 import logging
 from urllib.parse import urlsplit
 
@@ -8,7 +9,7 @@ from protocol.status import ReplicaStatus
 from router.config import ConfigError, check_replica_url
 from router.edge.agent_client import ControlClient, ControlError, ControlRefused, ControlTimeout, observation_of
 from router.edge.upstream import Timeouts, UpstreamPool
-from router.state.health import after_answer, after_refused, after_timeout
+from router.state.health import after_refused, after_timeout
 from router.state.replicas import Replica, ReplicaTable
 from router.types import Endpoint, Health, Observation, ReplicaId
 
@@ -20,9 +21,11 @@ PROBES_PER_MODEL_LIST = 10
 
 
 def endpoint_of(url: str) -> Endpoint:
+    """Of a URL that check_replica_url let through."""
     parts = urlsplit(url)
-    assert parts.hostname is not None, "URLs are checked where they enter"
-    return Endpoint(parts.hostname, parts.port or 80)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    return Endpoint(parts.hostname, parts.port)
 
 
 def replica_id_of(url: str) -> ReplicaId:
@@ -71,7 +74,7 @@ class Fleet:
         while True:
             await asyncio.sleep(1.0)
             replicas = [*self.table.all(), *self.table.departing()]
-            paused = {replica.endpoint for replica in replicas if replica.observed.health is Health.SWAPPING}
+            paused = {replica.endpoint for replica in replicas if replica.is_paused}
             for endpoint, pool in self._pools.items():
                 pool.sweep(is_paused=endpoint in paused)
 
@@ -86,16 +89,16 @@ class Fleet:
         while True:
             before = replica.observed
             try:
-                kept, failures = after_answer(await probe.ask())
+                kept, failures = await probe.ask(), 0
             except ControlTimeout as error:
                 kept, failures = after_timeout(before, replica.failed_probes, str(error))
             except ControlRefused as error:
                 kept, failures = after_refused(str(error))
             except ControlError as error:
-                kept, failures = after_answer(Observation(Health.DOWN, str(error)))
+                kept, failures = Observation(Health.DOWN, str(error)), 0
             except Exception as error:  # a fault of ours in a probe must not end the requests that run
                 log.exception("probing replica %s failed", replica.id)
-                kept, failures = after_answer(Observation(Health.DOWN, f"the probe failed: {error!r}"))
+                kept, failures = Observation(Health.DOWN, f"the probe failed: {error!r}"), 0
             self.table.observe(replica, kept, failures)
             if kept.health is not before.health:
                 log.info("replica %s is %s%s", replica.id, kept.health, f": {kept.problem}" if kept.problem else "")
@@ -109,32 +112,40 @@ class _Probe:
         self._control = control
         self._url = url
         self._is_engine = False
-        self._asked = 0
+        self._asked_models: int | None = None  # probes since then
 
     async def ask(self) -> Observation:
         try:
             if not self._is_engine:
                 status = await self._control.agent_status(self._url, PROBE_TIMEOUT_S)
                 if status is not None:
-                    return _observe(status)
-                self._is_engine, self._asked = True, 0
-            return await self._ask_engine()
+                    return await self._ask_agents_engine(status)
+                self._is_engine = True
+            await self._control.engine_health(self._url, PROBE_TIMEOUT_S)
+            return Observation(Health.READY, engine=endpoint_of(self._url), models=await self._models(self._url))
         except ControlError:
-            self._is_engine = False
+            self._is_engine, self._asked_models = False, None
             raise
 
-    async def _ask_engine(self) -> Observation:
-        await self._control.engine_health(self._url, PROBE_TIMEOUT_S)
-        models = None
-        if self._asked % PROBES_PER_MODEL_LIST == 0:
-            models = await self._control.engine_models(self._url, PROBE_TIMEOUT_S)
-        self._asked += 1
-        return Observation(Health.READY, engine=endpoint_of(self._url), models=models)
+    async def _ask_agents_engine(self, status: ReplicaStatus) -> Observation:
+        try:
+            check_replica_url(status.engine_url)
+        except ConfigError as error:
+            return Observation(Health.DOWN, f"its agent names an unusable engine: {error}")
+        observation = observation_of(status, endpoint_of(status.engine_url))
+        if observation.health is Health.READY:
+            # An agent can be fine while its engine hangs, refuses our key, or cannot be reached from here.
+            engine_url = status.engine_url.rstrip("/")
+            await self._control.engine_health(engine_url, PROBE_TIMEOUT_S)
+            models = await self._models(engine_url)
+            return observation if models is None else dataclasses.replace(observation, models=models)
+        return observation
 
-
-def _observe(status: ReplicaStatus) -> Observation:
-    try:
-        check_replica_url(status.engine_url)
-    except ConfigError as error:
-        return Observation(Health.DOWN, f"its agent names an unusable engine: {error}")
-    return observation_of(status, endpoint_of(status.engine_url))
+    async def _models(self, engine_url: str) -> tuple[str, ...] | None:
+        """None in most probes: what was heard last still holds."""
+        if self._asked_models is not None and self._asked_models < PROBES_PER_MODEL_LIST:
+            self._asked_models += 1
+            return None
+        models = await self._control.engine_models(engine_url, PROBE_TIMEOUT_S)
+        self._asked_models = 0
+        return models

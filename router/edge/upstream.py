@@ -7,6 +7,7 @@ engine has seen nothing of it.
 """
 
 import asyncio
+import errno
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,15 +15,28 @@ from typing import cast
 
 import httptools
 
-from router.errors import BrokenAnswerError, NoAnswerError, UnreachableError, UpstreamError, UpstreamTimeoutError
+from router.errors import (
+    BrokenAnswerError,
+    LocalLimitError,
+    NoAnswerError,
+    UnreachableError,
+    UpstreamError,
+    UpstreamTimeoutError,
+)
 from router.types import Endpoint
 
 # Beyond this much unread answer the socket is no longer read, so a slow client slows the engine instead of filling memory.
 BUFFER_BYTES_MAX = 256 * 1024
+# A connection that had been closed before a request was written shows it at once; one that ends later was closed on it.
+STALE_WITHIN_S = 0.1
 # More than any engine sends; llhttp itself has no limit.
 HEAD_BYTES_MAX = 64 * 1024
 # A request body above this is written on its own: copying it behind the head would cost more than a second system call.
 JOIN_BYTES_MAX = 16 * 1024
+
+
+# What says nothing about the engine: this process, or this machine, has run out of something.
+_OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +103,13 @@ class UpstreamPool:
         head += self._host_and_end
         connection = self._take_idle()
         if connection is not None:
+            sent_at = connection.now()
             try:
                 return await self._exchange(connection, head, body)
             except NoAnswerError:
-                # The engine closed it between our requests (or died, which the new connection will tell).
-                pass
+                if connection.now() - sent_at > STALE_WITHIN_S:
+                    raise
+                # The engine had closed it between our requests, so it has seen nothing of this one.
         return await self._exchange(await self._connect(), head, body)
 
     async def _exchange(self, connection: "_Connection", head: bytes, body: bytes) -> Answer:
@@ -113,6 +129,8 @@ class UpstreamPool:
         except TimeoutError as error:
             raise UnreachableError(f"no connection to {self.endpoint} within {self._timeouts.connect} s") from error
         except OSError as error:
+            if error.errno in _OUR_LIMITS:
+                raise LocalLimitError(f"no connection to {self.endpoint}: {error.strerror}") from error
             raise UnreachableError(f"no connection to {self.endpoint}: {error.strerror or error}") from error
         return connection
 
@@ -144,7 +162,7 @@ class UpstreamPool:
                 continue
             limit, what = (
                 (self._timeouts.idle, "between two parts of its answer")
-                if connection.has_head
+                if connection.has_body
                 else (self._timeouts.first_byte, "before the first byte of its answer")
             )
             if connection.is_waited_for and connection.idle_for() > limit:
@@ -174,8 +192,10 @@ class _Connection(asyncio.Protocol):
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.has_head = False
+        self.has_body = False
         self._is_complete = True
         self._keeps_alive = False
+        self._has_surplus = False
 
     # What the pool asks
 
@@ -196,6 +216,9 @@ class _Connection(asyncio.Protocol):
         """Whether somebody waits for the engine, rather than the engine for a slow client."""
         return self._waiter is not None
 
+    def now(self) -> float:
+        return self._loop.time()
+
     def idle_for(self) -> float:
         return self._loop.time() - self._last_activity
 
@@ -207,7 +230,7 @@ class _Connection(asyncio.Protocol):
     async def request(self, head: bytes, body: bytes) -> None:
         """Writes the request and waits until the head of the answer is parsed."""
         assert self._transport is not None
-        self.status, self.headers, self.has_head = 0, [], False
+        self.status, self.headers, self.has_head, self.has_body = 0, [], False, False
         self._head_bytes = 0
         self._is_complete = self._keeps_alive = False
         self._last_activity = self._loop.time()
@@ -277,7 +300,7 @@ class _Connection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.fail(BrokenAnswerError(f"the engine's answer is not HTTP: {error}"))
             return
         if not self.has_head and self._head_bytes > HEAD_BYTES_MAX:
@@ -302,10 +325,19 @@ class _Connection(asyncio.Protocol):
 
     # httptools
 
+    def on_message_begin(self) -> None:
+        if self._is_complete:
+            # Behind the end of the answer: whatever it is, it answers no request of ours.
+            self._keeps_alive = False
+            self._has_surplus = True
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
+        if not self._has_surplus:
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        if self._has_surplus:
+            return
         status = self._parser.get_status_code()
         if status < 200:
             self.headers = []  # 100 Continue, 103 Early Hints: the answer is still to come
@@ -314,11 +346,14 @@ class _Connection(asyncio.Protocol):
         self.has_head = True
 
     def on_body(self, body: bytes) -> None:
+        if self._has_surplus:
+            return
+        self.has_body = True
         self._chunks.append(body)
         self._buffered += len(body)
 
     def on_message_complete(self) -> None:
-        if not self.has_head:
+        if not self.has_head or self._has_surplus:
             return
         self._is_complete = True
         self._keeps_alive = self._parser.should_keep_alive()

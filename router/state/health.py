@@ -7,11 +7,6 @@ from router.types import Health, Observation
 TIMEOUTS_TO_EJECT = 3
 
 
-def after_answer(observation: Observation) -> tuple[Observation, int]:
-    """The replica or its agent answered: believe it. Returns the observation to keep and the failed probes in a row."""
-    return observation, 0
-
-
 def after_refused(reason: str) -> tuple[Observation, int]:
     """A probe or a request could not connect, or the connection was reset."""
     return Observation(Health.DOWN, reason), TIMEOUTS_TO_EJECT

@@ -33,6 +33,11 @@ class Replica:
         return Health.DRAINING if self.draining or self.removed else self.observed.health
 
     @property
+    def is_paused(self) -> bool:
+        """Frozen for a checkpoint swap, so silent with good reason."""
+        return self.observed.health is Health.SWAPPING or (self.status is not None and self.status.paused)
+
+    @property
     def checkpoint(self) -> str | None:
         """Label of the version it serves, as far as its agent has said; None without an agent."""
         return None if self.status is None else checkpoint_label(self.status.checkpoint, self.status.epoch)

@@ -46,6 +46,9 @@ class Fleet:
     def roll_out(self, version: str) -> dict[str, Any]:
         return self.wait_rollout(self.start_rollout(version))
 
+    def healths(self) -> list[str]:
+        return [replica["health"] for replica in httpx.get(f"{self.router.admin}/admin/replicas").json()]
+
     def served(self) -> list[str]:
         return [replica["checkpoint"] for replica in httpx.get(f"{self.router.admin}/admin/replicas").json()]
 
@@ -155,6 +158,34 @@ def test_a_rollout_that_fails_on_a_later_replica_is_undone_on_the_earlier_ones(s
         assert {name.partition("+")[0] for name in fleet.served()} == {"base"}
 
 
+async def test_an_agent_that_stalls_in_a_rollout_does_not_take_the_router_down(store: Path) -> None:
+    """While one agent hangs, requests go on; when it wakes up, the rollout ends."""
+    with start_fleet(store, ("--weights-load-seconds", "5")) as fleet:
+        # Whichever is asked second is stopped before its turn comes.
+        second = psutil.Process(fleet.agents[1].process.pid)
+        started = fleet.start_rollout("v1")
+        second.suspend()
+        try:
+            await await_until(lambda: "down" in fleet.healths(), 15, "the stalled agent to be noticed")
+            body = {"model": MODEL, "prompt": "x", "max_tokens": 2}
+            assert httpx.post(f"{fleet.router.v1}/completions", json=body, timeout=30).status_code == 200
+        finally:
+            second.resume()
+        ended = await asyncio.to_thread(fleet.wait_rollout, started)
+        assert ended["state"] in ("done", "failed")
+        fleet.router.wait_ready(2)
+        assert len({name.partition("+")[0] for name in fleet.served()}) == 1
+
+
+async def test_a_router_stopped_in_a_rollout_does_not_call_it_done(store: Path) -> None:
+    """The operator reads in the log that the fleet may be mixed."""
+    with start_fleet(store, ("--weights-load-seconds", "20")) as fleet:
+        fleet.start_rollout("v1")
+        await await_until(lambda: "swapping" in fleet.healths(), 5, "the rollout to be under way")
+        assert await asyncio.to_thread(fleet.router.terminate) == 0
+        assert "v1: failed: the router was stopped; some replicas may serve the new version" in fleet.router.log
+
+
 async def test_a_second_rollout_is_refused_while_one_runs(store: Path) -> None:
     """Two trainers cannot fight over a model."""
     with start_fleet(store, ("--weights-load-seconds", "20")) as fleet:
@@ -207,26 +238,36 @@ def test_an_engine_added_without_its_agent_cannot_be_swapped(fleet: Fleet) -> No
 
 @asynccontextmanager
 async def scripted_agent(group: str, meet: Callable[[], Awaitable[SwapReport]]) -> AsyncIterator[str]:
-    """The HTTP face of an agent of a wide expert-parallel group, which no CPU can run. `meet` answers a swap."""
+    """The HTTP face of an agent and its engine, of a wide expert-parallel group that no CPU can run. `meet` answers a swap."""
     app = FastAPI()
+    port = free_port()
 
     @app.get("/status")
     async def status() -> Response:
         value = ReplicaStatus(
-            state=ReplicaState.READY, engine_url="http://127.0.0.1:1", model=MODEL, expert_parallel_group=group
+            state=ReplicaState.READY, engine_url=f"http://127.0.0.1:{port}", model=MODEL, expert_parallel_group=group
         )
         return Response(msgspec.json.encode(value), media_type="application/json")
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response()
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, object]:
+        return {"data": [{"id": MODEL}]}
 
     @app.post("/checkpoint")
     async def checkpoint() -> Response:
         return Response(msgspec.json.encode(await meet()), media_type="application/json")
 
-    port = free_port()
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_config=None, lifespan="off", ws="none"))
     serving = asyncio.create_task(server.serve())
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    await serving
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        await serving
 
 
 async def test_the_ranks_of_an_expert_parallel_group_are_swapped_together_and_groups_one_by_one() -> None:

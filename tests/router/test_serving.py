@@ -11,9 +11,11 @@ import openai
 import pytest
 
 from protocol.sse import DONE
+from protocol.status import ReplicaState
 from tests.ports import free_port
 from tests.router.process import RouterProcess, start_router
 from tests.scripted_engine import LAST_CHUNK, MODEL, SSE_HEAD, ScriptedRequest, chunked, json_answer, scripted_engine
+from tests.server.agent_process import AgentProcess
 from tests.sim import SimEngine, start_sim_engine
 from tests.waiting import await_until, wait_until
 
@@ -215,6 +217,19 @@ def test_a_key_is_needed_on_every_route_that_shows_or_does_something() -> None:
         assert "k1" not in router.log
 
 
+def test_an_agent_whose_engine_refuses_the_routers_key_is_not_ready(tmp_path: Path) -> None:
+    """The operator reads which key is missing, instead of clients being refused."""
+    with AgentProcess(engine_arguments=("--api-key", "engine-key")) as agent:
+        agent.reach(ReplicaState.READY)
+        url = str(agent.admin.base_url)
+        with start_router([url], wait=False) as router:
+            wait_until(lambda: "INTELLECT_UPSTREAM_KEY" in httpx.get(f"{router.url}/ready").text, 10, "the reason")
+            assert httpx.get(f"{router.url}/ready").status_code == 503
+        with start_router([url], "--upstream-key", "engine-key") as router:
+            body = {"model": "sim", "messages": MESSAGES, "max_tokens": 2}
+            assert httpx.post(f"{router.v1}/chat/completions", json=body).status_code == 200
+
+
 def test_the_admin_api_wants_its_token() -> None:
     """With a token set nobody changes the fleet without it; metrics stay open for Prometheus."""
     with start_router((), env={"INTELLECT_ADMIN_TOKEN": "s3cret"}) as router:
@@ -234,6 +249,9 @@ def test_replicas_are_added_drained_and_removed_while_it_runs(engines: tuple[Sim
         assert admin.post("/admin/replicas", json={"url": engines[0].url}).status_code == 409
         bad = admin.post("/admin/replicas", json={"url": "ftp://x"})
         assert (bad.status_code, "http://HOST:PORT" in bad.text) == (400, True)
+        untyped = admin.post("/admin/replicas", content=b'{"url": "http://127.0.0.1:1"}')
+        assert (untyped.status_code, "content-type: application/json" in untyped.text) == (415, True)
+        assert "docs/admin.md" in admin.get("/admin/nothing").text
         unknown_field = admin.post("/admin/replicas", json={"uri": "http://x:1"})
         assert unknown_field.status_code == 422
         assert unknown_field.json()["error"]["param"] in ("url", "uri")

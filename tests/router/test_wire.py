@@ -137,7 +137,7 @@ async def test_the_body_reaches_the_engine_unchanged_and_the_clients_secrets_do_
     [
         (
             400,
-            {"error": {"message": "bad n", "type": "BadRequestError", "param": "n", "code": 400}},
+            {"error": {"message": "bad n", "type": "BadRequestError", "param": "body.n", "code": 400}},
             {"message": "bad n", "type": "invalid_request_error", "param": "n", "code": None},
         ),
         (
@@ -151,11 +151,6 @@ async def test_the_body_reaches_the_engine_unchanged_and_the_clients_secrets_do_
             },
         ),
         (404, {"detail": "Not Found"}, {"message": "Not Found", "type": "invalid_request_error", "param": None, "code": None}),
-        (
-            401,
-            {"error": "Unauthorized"},
-            {"message": "Unauthorized", "type": "authentication_error", "param": None, "code": None},
-        ),
         (429, {"error": {"message": "slow"}}, {"message": "slow", "type": "rate_limit_error", "param": None, "code": None}),
         (503, {"error": {"message": "full"}}, {"message": "full", "type": "server_error", "param": None, "code": None}),
         (500, "boom", {"message": "The engine answered with status 500.", "type": "server_error", "param": None, "code": None}),
@@ -175,6 +170,27 @@ async def test_an_engines_error_keeps_its_status_and_gets_openais_shape(
     assert response.status_code == status
     assert response.json() == {"error": expected}
     assert ("retry-after" in response.headers) is (status in (429, 503))
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_an_engine_that_refuses_the_routers_key_is_not_the_clients_fault(
+    engine: ScriptedEngine, client: httpx.AsyncClient, status: int
+) -> None:
+    """A client whose key is right is never told that it is wrong."""
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_answer({"error": "Unauthorized"}, f"{status} X"))
+
+    engine.script = script
+    response = await client.post("/v1/chat/completions", json=CHAT)
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "upstream_error")
+
+
+async def test_a_path_without_its_v1_is_pointed_at(client: httpx.AsyncClient) -> None:
+    """A base URL that lacks /v1, the commonest mistake, is recognised."""
+    response = await client.post("/chat/completions", json=CHAT)
+    assert response.status_code == 404
+    assert "did you mean /v1/chat/completions?" in response.json()["error"]["message"]
 
 
 async def test_the_engines_retry_after_is_kept_within_what_clients_obey(
@@ -216,8 +232,8 @@ async def test_a_stream_cut_by_the_engine_ends_in_an_error_event_and_a_broken_co
     assert b"[DONE]" not in received
 
 
-async def test_a_json_answer_cut_by_the_engine_breaks_the_connection(engine: ScriptedEngine, client: httpx.AsyncClient) -> None:
-    """A truncated JSON answer is a connection error, not a parse error that looks like the model's fault."""
+async def test_a_short_json_answer_cut_by_the_engine_is_a_502(engine: ScriptedEngine, client: httpx.AsyncClient) -> None:
+    """Nothing of it was sent yet, so the client gets an error that its library retries, not half a JSON."""
 
     async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
@@ -225,8 +241,166 @@ async def test_a_json_answer_cut_by_the_engine_breaks_the_connection(engine: Scr
         writer.close()
 
     engine.script = script
+    response = await client.post("/v1/chat/completions", json=CHAT)
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "upstream_error")
+
+
+@pytest.mark.parametrize("cut", [False, True])
+async def test_a_long_json_answer_is_passed_on_as_it_comes_and_breaks_if_it_is_cut(
+    engine: ScriptedEngine, client: httpx.AsyncClient, cut: bool
+) -> None:
+    """An answer too long to be held is whole or a connection error, never a parse error that looks like the model's fault."""
+    body = json.dumps({"text": "x" * 3_000_000}).encode()
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+        writer.write(head + (body[:-100] if cut else body))
+        await writer.drain()
+        if cut:
+            writer.close()
+
+    engine.script = script
+    if cut:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post("/v1/chat/completions", json=CHAT)
+    else:
+        assert (await client.post("/v1/chat/completions", json=CHAT)).content == body
+
+
+ABORTED = b'data: {"choices":[{"delta":{},"finish_reason":"abort"}]}\n\n'
+FAILED = b'data: {"error":{"message":"out of memory","type":"InternalServerError","code":500}}\n\n'
+
+
+@pytest.mark.parametrize(("failure", "message"), [(ABORTED, "incomplete"), (FAILED, "out of memory")])
+async def test_a_stream_that_the_engine_gave_up_does_not_end_as_if_it_were_whole(
+    engine: ScriptedEngine, client: httpx.AsyncClient, failure: bytes, message: str
+) -> None:
+    """vLLM writes [DONE] behind its own error; the client gets the error in OpenAI's shape and a broken connection."""
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(SSE_HEAD + chunked(event("half") + failure, DONE) + LAST_CHUNK)
+
+    engine.script = script
+    received = bytearray()
+
+    async def receive() -> None:
+        async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
+            async for part in response.aiter_raw():
+                received.extend(part)
+
     with pytest.raises(httpx.RemoteProtocolError):
-        await client.post("/v1/chat/completions", json=CHAT)
+        await receive()
+    half, error = bytes(received).rstrip().split(b"\n\n")
+    assert half + b"\n\n" == event("half")
+    detail = json.loads(error.removeprefix(b"data: "))["error"]
+    assert message in detail["message"]
+    assert (detail["type"], detail["param"]) == ("server_error", None)
+    assert not isinstance(detail["code"], int)
+
+
+async def test_a_whole_answer_that_the_engine_gave_up_is_an_error(engine: ScriptedEngine, client: httpx.AsyncClient) -> None:
+    """Text cut off by an engine's shutdown is not a 200."""
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_answer({"choices": [{"message": {"content": "half"}, "finish_reason": "abort"}]}))
+
+    engine.script = script
+    assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 502
+
+
+async def test_a_stream_cut_behind_its_done_is_whole(engine: ScriptedEngine, client: httpx.AsyncClient) -> None:
+    """An engine that dies right after [DONE] has answered."""
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(SSE_HEAD + chunked(event("all"), DONE))
+        await writer.drain()
+        writer.close()
+
+    engine.script = script
+    response = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    assert response.content == event("all") + DONE
+
+
+@pytest.mark.parametrize(
+    "surplus", [b"HTTP/1.1 200 OK\r\nx-intellect-checkpoint: EVIL\r\ncontent-length: 4\r\n\r\nevil", b"junk"]
+)
+async def test_what_an_engine_sends_behind_its_answer_reaches_nobody(
+    engine: ScriptedEngine, client: httpx.AsyncClient, surplus: bytes
+) -> None:
+    """One request's answer never holds bytes of another."""
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_answer({"n": len(engine.requests)}) + surplus)
+
+    engine.script = script
+    for number in (1, 2):
+        response = await client.post("/v1/chat/completions", json=CHAT)
+        assert (response.status_code, response.json()) == (200, {"n": number})
+        assert "EVIL" not in response.headers.values()
+
+
+@pytest.mark.parametrize("line", ["999 X", "101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade"])
+async def test_a_status_that_no_answer_can_have_is_a_502(engine: ScriptedEngine, client: httpx.AsyncClient, line: str) -> None:
+    """Nonsense from an engine is an error, not an empty connection."""
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_answer({}, line))
+
+    engine.script = script
+    assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 502
+
+
+async def raw(router: RouterProcess, request: bytes, *, then: bytes = b"") -> bytes:
+    """Everything that the router answers to these bytes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rsplit(":", 1)[1]))
+    try:
+        writer.write(request)
+        if then:
+            await writer.drain()
+            writer.write(then)
+        async with asyncio.timeout(10):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+async def test_endless_headers_are_cut(engine: ScriptedEngine, running: RouterProcess) -> None:
+    """Nobody fills the router's memory with a request that never begins."""
+    for flood in (b"x-a: " + b"a" * 200_000, b"x-a: b\r\n" * 30_000):
+        try:
+            answer = await raw(running, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n", then=flood)
+        except ConnectionResetError:
+            continue  # cut while it still sent: the answer is lost on the way, as TCP has it
+        assert answer.startswith(b"HTTP/1.1 431"), answer[:100]
+        assert b'"type":"invalid_request_error"' in answer
+    assert (await raw(running, b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+
+async def test_what_is_not_http_gets_an_error_in_openais_shape(running: RouterProcess) -> None:
+    """Even then a client finds the error where it looks for it."""
+    answer = await raw(running, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n{}")
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_client_that_offers_http2_is_served(engine: ScriptedEngine, running: RouterProcess) -> None:
+    """Java's default client sends such an offer with its first request."""
+
+    async def script(request: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_answer({"body": request.body.decode()}))
+
+    engine.script = script
+    body = json.dumps(CHAT).encode()
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\ncontent-length: %d\r\n"
+        b"host: x\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nUpgrade: h2c\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rsplit(":", 1)[1]))
+    writer.write(head % len(body) + body)
+    answer = await reader.readuntil(b"\r\n\r\n")
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 200"), answer
+    assert json.loads(engine.requests[-1].body) == CHAT
 
 
 async def test_a_replica_that_dies_before_its_first_byte_is_a_502(

@@ -1,14 +1,22 @@
 """The client that talks to engines, on real sockets."""
 
 import asyncio
+import resource
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router.edge.fleet import endpoint_of
-from router.edge.upstream import BUFFER_BYTES_MAX, HEAD_BYTES_MAX, Answer, Timeouts, UpstreamPool, request_head
-from router.errors import BrokenAnswerError, NoAnswerError, UnreachableError, UpstreamError, UpstreamTimeoutError
+from router.edge.upstream import BUFFER_BYTES_MAX, HEAD_BYTES_MAX, STALE_WITHIN_S, Answer, Timeouts, UpstreamPool, request_head
+from router.errors import (
+    BrokenAnswerError,
+    LocalLimitError,
+    NoAnswerError,
+    UnreachableError,
+    UpstreamError,
+    UpstreamTimeoutError,
+)
 from tests.ports import free_port
 from tests.scripted_engine import LAST_CHUNK, SSE_HEAD, ScriptedRequest, chunked, json_answer, scripted_engine
 from tests.waiting import await_until
@@ -74,6 +82,62 @@ async def test_a_new_connection_that_ends_without_an_answer_is_not_tried_again_h
         with pytest.raises(NoAnswerError):
             await ask(pool)
         assert len(engine.requests) == 1
+
+
+async def test_a_request_that_an_engine_worked_on_is_not_sent_to_it_again() -> None:
+    """Only the keep-alive race is repaired in silence: a connection that ends later was closed on the request."""
+    served = 0
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        nonlocal served
+        served += 1
+        if served == 2:
+            await asyncio.sleep(2 * STALE_WITHIN_S)
+            writer.transport.abort()
+        else:
+            writer.write(json_answer({}))
+
+    async with scripted_engine(script) as engine:
+        pool = UpstreamPool(endpoint_of(engine.url), Timeouts())
+        await ask(pool)
+        with pytest.raises(NoAnswerError):
+            await ask(pool)
+        assert served == 2
+        pool.close()
+
+
+async def test_running_out_of_descriptors_is_not_the_replicas_fault() -> None:
+    """A router under too much load does not take healthy replicas out."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    pool = UpstreamPool(endpoint_of(f"http://127.0.0.1:{free_port()}"), Timeouts())
+    await asyncio.sleep(0)  # the loop has its own descriptors by now
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(LocalLimitError):
+            await ask(pool)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+async def test_the_first_token_has_its_whole_time_even_if_the_head_comes_at_once() -> None:
+    """A bare vLLM sends a stream's head before it has a token; prefill may take longer than a pause between tokens."""
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(SSE_HEAD)
+        await asyncio.Event().wait()
+
+    async with scripted_engine(script) as engine:
+        pool = UpstreamPool(endpoint_of(engine.url), Timeouts(first_byte=1000, idle=0.01))
+        answer = await pool.send(HEAD, b"{}")
+        reading = asyncio.create_task(answer.read())
+        end = asyncio.get_running_loop().time() + 0.1
+        while asyncio.get_running_loop().time() < end:
+            pool.sweep(is_paused=False)
+            await asyncio.sleep(0)
+        assert not reading.done()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        answer.close()
 
 
 async def test_an_idle_connection_is_dropped_before_the_engine_would_drop_it() -> None:
