@@ -2,7 +2,8 @@
 
 MODEL ?=
 REPLICAS ?= 2
-PORT ?= 8000
+PORT ?= $(or $(INTELLECT_PORT),8000)
+ADMIN_PORT ?= $(or $(INTELLECT_ADMIN_PORT),8001)
 ENGINE ?= vllm
 STATE_DIR ?=
 
@@ -13,7 +14,8 @@ BIN := .venv/bin
 
 help:
 	@echo 'make serve    a served model on http://127.0.0.1:$(PORT), with everything it needs'
-	@echo '              variables: MODEL=FOLDER_OR_HUB_ID REPLICAS=$(REPLICAS) PORT=$(PORT) ENGINE=vllm|sim STATE_DIR=FOLDER'
+	@echo '              variables: MODEL=FOLDER_OR_HUB_ID REPLICAS=$(REPLICAS) PORT=$(PORT) ADMIN_PORT=$(ADMIN_PORT)'
+	@echo '              ENGINE=vllm|sim STATE_DIR=FOLDER'
 	@echo 'make test     every test that needs no GPU'
 	@echo 'make check    format, lint, types, import arrows'
 	@echo 'make setup    .venv with all dependencies; the others run it, and it is idempotent'
@@ -24,7 +26,7 @@ setup:
 	@bash requirements/install.sh
 
 serve: setup
-	@exec $(BIN)/intellect up --port $(PORT) --replicas $(REPLICAS) --engine $(ENGINE) \
+	@exec $(BIN)/intellect up --port $(PORT) --admin-port $(ADMIN_PORT) --replicas $(REPLICAS) --engine $(ENGINE) \
 		$(if $(MODEL),--model '$(MODEL)') $(if $(STATE_DIR),--state-dir '$(STATE_DIR)')
 
 test: setup

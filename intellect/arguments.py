@@ -1,8 +1,17 @@
-"""Checks that several commands make on their arguments."""
+"""Arguments that several commands take, and checks on them."""
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from intellect.problem import UsageProblem
+
+# The variables are the router's own; a flag wins.
+Port = Annotated[int, typer.Option(min=1, max=65535, envvar="INTELLECT_PORT", help="Public port.")]
+AdminPort = Annotated[
+    int, typer.Option(min=1, max=65535, envvar="INTELLECT_ADMIN_PORT", help="Admin API and metrics, on 127.0.0.1.")
+]
 
 
 def engine_arguments(given: list[str] | None) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """`intellect checkpoint`: publish, list, verify and swap in versions of a model's weights."""
 
 import contextlib
-import enum
 import json
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from intellect.arguments import existing_folder
-from intellect.help_text import epilog
+from intellect.help_text import epilog, help_without_command
 from intellect.places import STATE_DIR_DEFAULT, Places
 from intellect.problem import Problem, UsageProblem
 
@@ -24,21 +25,19 @@ if TYPE_CHECKING:
 
 STORE_DEFAULT = Places(STATE_DIR_DEFAULT).store
 ADMIN_DEFAULT = "http://127.0.0.1:8001"
+STRATEGY = "in_place"
+# What the command may take longer than the rollout before it is told from it.
+_WAITING_S_MAX = 1.0
 
 app = typer.Typer(
     help="Publish checkpoints to a store, and swap them into running replicas.",
     epilog="Exit status: 0 done, 1 refused or failed, 2 wrong use.",
-    no_args_is_help=True,
+    invoke_without_command=True,
+    callback=help_without_command,
 )
 
 Store = Annotated[Path, typer.Option(help="Folder of the store; `intellect up` has it in its state folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value for scripts.")]
-
-
-class Strategy(enum.StrEnum):
-    IN_PLACE = "in_place"
-    ROLLING = "rolling"
-    CANARY = "canary"
 
 
 @app.command(
@@ -86,7 +85,20 @@ def publish(
             f"published {model} {version} in {folder}: {len(manifest.files)} files, {_size(_bytes(manifest))}, "
             f"{len(manifest.tensors)} tensors, in {seconds:.1f} s"
         )
-        typer.echo(f"swap it in: intellect checkpoint swap {version} --model {model}")
+        _print_swap(folder, model, version)
+
+
+def _print_swap(store: Path, model: str, version: str) -> None:
+    from intellect.machine import our_command
+
+    if store == STORE_DEFAULT.expanduser():
+        where = ""
+    elif store.name == STORE_DEFAULT.name:
+        where = f", if the replicas were started with --store {store}, or `up` with --state-dir {store.parent}"
+    else:
+        where = f", if the replicas were started with --store {store}"
+    command = shlex.join((our_command(), "checkpoint", "swap", version, "--model", model))
+    typer.echo(f"swap it in{where}:\n{command}")
 
 
 @app.command(
@@ -170,8 +182,8 @@ def swap(
     version: Annotated[str, typer.Argument(help="A published version.")],
     model: Annotated[str, typer.Option(help="The name the model is served under.")],
     strategy: Annotated[
-        Strategy, typer.Option(help="in_place: pause, load, resume; one replica at a time.")
-    ] = Strategy.IN_PLACE,
+        str, typer.Option(metavar=STRATEGY, help="in_place: pause, load, resume; one replica at a time.")
+    ] = STRATEGY,
     admin: Annotated[str, typer.Option(help="The router's admin port.")] = ADMIN_DEFAULT,
     admin_token: Annotated[
         str | None, typer.Option(envvar="INTELLECT_ADMIN_TOKEN", help="The router's admin token.", show_default=False)
@@ -185,8 +197,9 @@ def swap(
 
     from intellect.admin_client import AdminClient
 
-    if strategy is not Strategy.IN_PLACE:
-        raise UsageProblem(f"--strategy {strategy}: does not exist in this version; use in_place")
+    if strategy != STRATEGY:
+        raise UsageProblem(f"--strategy {strategy}: does not exist in this version; use {STRATEGY}")
+    begun = time.monotonic()
     with AdminClient(admin, admin_token) as client:
         view = client.start_rollout(model, version, strategy)
         if not as_json:
@@ -200,9 +213,14 @@ def swap(
     if as_json:
         _print_json(msgspec.to_builtins(view))
     if view.state == "failed":
+        if not as_json:
+            for report in view.replicas:
+                if report.reason and report.reason not in (view.reason or ""):
+                    typer.echo(f"  {report.replica}: {report.reason}")
         raise Problem(f"{model} was not brought to {version}: {view.reason or 'no reason given'}")
     if not as_json and wait:
-        typer.echo(f"{model} serves {version} on {shown} {'replica' if shown == 1 else 'replicas'}, in {view.seconds:.2f} s")
+        replicas = "1 replica" if shown == 1 else f"{shown} replicas"
+        typer.echo(f"{model} serves {version} on {replicas}, in {_duration(view.seconds, time.monotonic() - begun)}")
     return 0
 
 
@@ -212,8 +230,13 @@ def _report_line(report: "ReplicaReport") -> str:
     phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in report.phases.items())
     line = f"  {report.replica}: {report.outcome} in {report.seconds:.2f} s"
     line += f" ({phases})" if phases else ""
-    line += f", serves {checkpoint_label(report.version, report.epoch)}"
-    return f"{line}: {report.reason}" if report.reason else line
+    # Without the reason of a failure: the last line of the command has it.
+    return f"{line}, serves {checkpoint_label(report.version, report.epoch)}"
+
+
+def _duration(rollout_s: float, command_s: float) -> str:
+    waited = f" ({command_s:.1f} s with waiting)" if command_s > rollout_s + _WAITING_S_MAX else ""
+    return f"{rollout_s:.2f} s{waited}"
 
 
 def _published(store: Path, model: str | None, version: str | None) -> list[tuple[str, str]]:
@@ -267,22 +290,22 @@ def _print_json(value: object) -> None:
 
 
 def _print_versions(rows: list[dict[str, object]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from intellect.version_table import version_table
 
-    table = Table(box=None, pad_edge=False)
-    for column in ("model", "version", "parent", "step", "size", "tensors", "published"):
-        table.add_column(column, justify="right" if column in ("step", "size", "tensors") else "left", no_wrap=True)
-    for row in rows:
-        if row["fault"] is not None:
-            table.add_row(str(row["model"]), str(row["version"]), "", "", "", "", f"unreadable: {row['fault']}")
-            continue
-        size = row["bytes"]
-        assert isinstance(size, int)
-        parent, step = ("" if row[key] is None else str(row[key]) for key in ("parent", "step"))
-        created = str(row["created"]).replace("T", " ").removesuffix("+00:00") + " UTC"
-        table.add_row(str(row["model"]), str(row["version"]), parent, step, _size(size), str(row["tensors"]), created)
-    Console(highlight=False).print(table)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for line in version_table([_cells(row) for row in rows], width):
+        typer.echo(line)
+
+
+def _cells(row: dict[str, object]) -> dict[str, str]:
+    cells = {key: str(value) for key, value in row.items() if value is not None}
+    if row["fault"] is not None:
+        # Beside the version, since it must be seen on a narrow terminal too.
+        return {**cells, "version": f"{row['version']} (unreadable: {row['fault']})"}
+    size = row["bytes"]
+    assert isinstance(size, int)
+    published = cells["created"].replace("T", " ").removesuffix("+00:00") + " UTC"
+    return {**cells, "size": _size(size), "published": published}
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 from intellect import checkpoint_command, doctor_command, replica_command, router_command, up_command
+from intellect.help_text import help_without_command
 from intellect.problem import EXIT_FAILURE, Problem
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
@@ -20,7 +21,7 @@ app = typer.Typer(
     name="intellect",
     help="Serve INTELLECT-3-class models behind one OpenAI-compatible endpoint.",
     epilog="Exit status: 0 done, 1 it did not work, 2 wrong use, 130 interrupted.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     rich_markup_mode=None,
 )
@@ -44,11 +45,13 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     show_version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Options that come before any command."""
+    help_without_command(context)
 
 
 def main() -> None:

@@ -43,8 +43,9 @@ class Findings:
     state_dir: str
     state_dir_error: str | None  # why it cannot be written
     disk_free_bytes: int
-    busy_ports: tuple[tuple[int, str], ...]  # port and who holds it
-    checked_ports: tuple[int, ...]
+    ports: tuple[int, ...]  # public and admin
+    busy_ports: tuple[tuple[int, str], ...]  # those of them that are taken, and by whom
+    busy_private_ports: tuple[int, ...]  # taken, of those that agents and engines get first
     engine: EngineFindings
     has_default_model: bool
     versions: tuple[tuple[str, str], ...]  # distribution and version
@@ -111,10 +112,13 @@ def _disk(findings: Findings) -> Check:
 
 
 def _ports(findings: Findings) -> Check:
-    if not findings.busy_ports:
-        return Check("ports", Verdict.OK, f"{', '.join(map(str, findings.checked_ports))} are free")
-    found = ", ".join(f"{port} in use by {holder}" for port, holder in findings.busy_ports)
-    return Check("ports", Verdict.WARN, found, "stop it, or give other ports: --port and --admin-port")
+    if findings.busy_ports:
+        found = ", ".join(f"{port} in use by {holder}" for port, holder in findings.busy_ports)
+        return Check("ports", Verdict.FAIL, found, "stop it, or give other ports: --port and --admin-port")
+    found = f"{' and '.join(map(str, findings.ports))} are free"
+    if findings.busy_private_ports:
+        found += f"; {', '.join(map(str, findings.busy_private_ports))} in use, so replicas take others"
+    return Check("ports", Verdict.OK, found)
 
 
 def _engine(engine: EngineFindings) -> Check:

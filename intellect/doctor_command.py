@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from intellect.arguments import AdminPort, Port
 from intellect.help_text import epilog
 from intellect.places import STATE_DIR_DEFAULT, places
 
@@ -21,8 +22,8 @@ EPILOG = epilog(
 
 
 def doctor(
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Public port to check.")] = 8000,
-    admin_port: Annotated[int, typer.Option(min=1, max=65535, help="Admin port to check.")] = 8001,
+    port: Port = 8000,
+    admin_port: AdminPort = 8001,
     state_dir: Annotated[Path, typer.Option(help="Where `intellect up` keeps its things.")] = STATE_DIR_DEFAULT,
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the engine's import, which takes up to a minute.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list for scripts.")] = False,

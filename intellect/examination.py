@@ -29,8 +29,8 @@ _IMPORT_TIMEOUT_S = 180.0
 
 
 def examine(where: Places, *, ports: Sequence[int], imports_engine: bool) -> Findings:
-    checked = (*ports, AGENT_PORT, AGENT_PORT + 1, ENGINE_PORT, ENGINE_PORT + 1)
-    busy = tuple((port, port_holder(port) or "another user") for port in checked if not is_port_free(LOOPBACK, port))
+    private = (AGENT_PORT, AGENT_PORT + 1, ENGINE_PORT, ENGINE_PORT + 1)
+    busy = tuple(port for port in (*ports, *private) if not is_port_free(LOOPBACK, port))
     versions = _versions()
     return Findings(
         python=sys.version_info[:3],
@@ -38,8 +38,9 @@ def examine(where: Places, *, ports: Sequence[int], imports_engine: bool) -> Fin
         state_dir=str(where.state_dir),
         state_dir_error=_write_error(where.state_dir),
         disk_free_bytes=shutil.disk_usage(_nearest_existing(where.state_dir)).free,
-        busy_ports=busy,
-        checked_ports=checked,
+        ports=tuple(ports),
+        busy_ports=tuple((port, port_holder(port) or "another user") for port in ports if port in busy),
+        busy_private_ports=tuple(port for port in private if port in busy),
         engine=_examine_engine(dict(versions), imports_engine=imports_engine),
         has_default_model=is_default_model_ready(where.state_dir),
         versions=versions,

@@ -17,9 +17,9 @@ class Places:
         """Checkpoints, as protocol.store lays them out."""
         return self.state_dir / "checkpoints"
 
-    @property
-    def logs(self) -> Path:
-        return self.state_dir / "logs"
+    def logs(self, port: int) -> Path:
+        """Of the stack on this public port; stacks that share a state folder do not share their logs."""
+        return self.state_dir / "logs" / str(port)
 
 
 def places(state_dir: Path = STATE_DIR_DEFAULT) -> Places:

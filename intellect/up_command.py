@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from intellect.arguments import engine_arguments
+from intellect.arguments import AdminPort, Port, engine_arguments
 from intellect.help_text import epilog
 from intellect.places import STATE_DIR_DEFAULT, places
 from intellect.problem import Problem, UsageProblem
@@ -29,8 +29,8 @@ EPILOG = epilog(
 
 
 def up(
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Public port.")] = 8000,
-    admin_port: Annotated[int, typer.Option(min=1, max=65535, help="Admin API and metrics, on 127.0.0.1.")] = 8001,
+    port: Port = 8000,
+    admin_port: AdminPort = 8001,
     host: Annotated[str, typer.Option(help="Address of the public port.")] = "127.0.0.1",
     replicas: Annotated[
         int | None, typer.Option(help="Engines to run; by default 2, or one for each GPU if there are fewer.")
@@ -80,7 +80,7 @@ def up(
     gpus = 0 if engine is Engine.SIM else len(machine.gpus)
     count = checks.check_replicas(replicas, gpus=gpus, each=gpus_each(launch))
     checks.check_engine(engine)
-    checks.check_state_dir(where)
+    checks.check_state_dir(where, port)
     checks.check_ports(host, port, admin_port)
     resolved = _resolve(engine, model, where.state_dir)
     if engine is Engine.VLLM and not gpus:
@@ -176,7 +176,7 @@ async def _serve(options: "StackOptions", plan: "StackPlan", admin_token: str | 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     view = make_view()
-    view.line(f"starting {options.served_name} with {options.replicas} x {options.engine}; logs in {options.places.logs}")
+    view.line(f"starting {options.served_name} with {options.replicas} x {options.engine}; logs in {options.logs}")
     for note in plan.notes:
         view.line(note)
     runner = StackRunner(plan, view, admin_token)

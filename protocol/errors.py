@@ -73,6 +73,6 @@ def _read(body: bytes) -> tuple[str, str | None, str | None]:
     message, param, code = error.get("message"), error.get("param"), error.get("code")
     return (
         message if isinstance(message, str) else "",
-        param if isinstance(param, str) else None,
+        param.removeprefix("body.") if isinstance(param, str) else None,  # vLLM names the path, OpenAI the field
         code if isinstance(code, str) else None,
     )

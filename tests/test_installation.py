@@ -33,6 +33,23 @@ def test_make_alone_explains_the_targets() -> None:
         assert f"make {target} " in shown
 
 
+def test_both_ports_of_a_stack_can_be_chosen() -> None:
+    """Either may be taken; what the help shows is what would be used."""
+
+    def make(*arguments: str, **variables: str) -> str:
+        environment = {"PATH": os.environ["PATH"], **variables}
+        return subprocess.run(
+            ["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert "PORT=8000 ADMIN_PORT=9001" in make("ADMIN_PORT=9001")
+    dry_run = ("--dry-run", "serve")
+    assert "--port 9000 --admin-port 9001 " in make(*dry_run, "PORT=9000", "ADMIN_PORT=9001")
+    assert "--port 9002 --admin-port 9001 " in make(
+        *dry_run, "ADMIN_PORT=9001", INTELLECT_PORT="9002", INTELLECT_ADMIN_PORT="1"
+    )
+
+
 def test_a_machine_without_a_suitable_python_is_told_what_to_install(tmp_path: Path) -> None:
     """One line with the remedy, and no half-made environment."""
     done = install(tmp_path, PYTHON="/nonexistent/python", ACCELERATOR="cpu")

@@ -38,9 +38,9 @@ def check_ports(host: str, port: int, admin_port: int) -> None:
             raise Problem(f"{flag} {number}: {cause}; stop it or give another {flag}")
 
 
-def check_state_dir(places: Places) -> None:
+def check_state_dir(places: Places, port: int) -> None:
     try:
-        for folder in (places.state_dir, places.store, places.logs):
+        for folder in (places.state_dir, places.store, places.logs(port)):
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass

@@ -39,7 +39,7 @@ The same in Python:
 
 {python_snippet(options, environ)}
 Admin API and metrics: {admin}/admin/replicas  {admin}/metrics
-Logs: {options.places.logs}
+Logs: {options.logs}
 
 Swap in a new checkpoint while it serves:
 

@@ -8,6 +8,8 @@ from typing import TypeVar
 import httpx
 import msgspec
 
+from intellect.problem import EXIT_FAILURE
+from intellect.stack.failure import tells_failure
 from intellect.stack.plan import ProcessPlan
 from intellect.stack.process import LeashedProcess
 from protocol.status import ReplicaState, ReplicaStatus
@@ -28,6 +30,8 @@ class Member:
         self.plan = plan
         self.state = "waiting"
         self.reason: str | None = None  # why it is not ready
+        self.failure: str | None = None  # the last reason that told of a failure; loading again does not hide it
+        self.own_end: str | None = None  # the same of the process itself, not of an engine below it
         self.started_at: float | None = None
         self.ready_after_s: float | None = None  # seconds from its first start
         self.exits = 0  # times that it died by itself
@@ -61,13 +65,18 @@ class Member:
         while True:
             self.state, self.reason = "starting", None
             begun = time.monotonic()
-            self._process = await LeashedProcess.start(self.plan)
-            status = await self._process.wait()
+            try:
+                self._process = await LeashedProcess.start(self.plan)
+                status = await self._process.wait()
+                end = f"ended with status {status}"
+            except OSError as error:  # no memory, no log folder: whatever it is, it may pass
+                status, end = EXIT_FAILURE, f"could not be started ({error.strerror or error})"
             failures = 1 if time.monotonic() - begun > _HEALTHY_S else failures + 1
             delay = min(_RESTART_DELAY_S_MAX, 2.0 ** (failures - 1))
             self.exits, self.exit_status = self.exits + 1, status
-            self.state, self.reason = "starting", f"it ended with status {status}"
-            self._report(f"{self.plan.name} ended with status {status}; starting it again in {delay:g} s")
+            self.state = "starting"
+            self.reason = self.failure = self.own_end = f"it {end}"
+            self._report(f"{self.plan.name} {end}; starting it again in {delay:g} s")
             await asyncio.sleep(delay)
 
     async def probe_replica(self, http: httpx.AsyncClient) -> None:
@@ -90,6 +99,8 @@ class Member:
 
     def _heard(self, state: str, reason: str | None) -> None:
         self.state, self.reason = state, reason
+        if state == ReplicaState.FAILED or tells_failure(reason):
+            self.failure = reason
         if state == ReplicaState.READY and self.ready_after_s is None:
             self.ready_after_s = self.seconds
 

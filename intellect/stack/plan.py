@@ -43,6 +43,10 @@ class StackOptions:
     api_keys: tuple[str, ...] = ()
     engine_arguments: tuple[str, ...] = ()
 
+    @property
+    def logs(self) -> Path:
+        return self.places.logs(self.port)
+
 
 @dataclass(frozen=True, slots=True)
 class Secrets:
@@ -160,7 +164,7 @@ def _replica(
         name=name,
         command=command,
         variables=variables,
-        log=options.places.logs / f"{name}.log",
+        log=options.logs / f"{name}.log",
         url=f"http://{LOOPBACK}:{agent_port}",
     )
 
@@ -184,7 +188,7 @@ def _router(options: StackOptions, secrets: Secrets, agent_ports: Sequence[int])
         name="router",
         command=command,
         variables=variables,
-        log=options.places.logs / "router.log",
+        log=options.logs / "router.log",
         url=f"http://{LOOPBACK}:{options.admin_port}",
     )
 

@@ -11,7 +11,8 @@ from server import leash
 
 _LOG_BYTES_MAX = 8 << 20
 _LOG_BYTES_KEPT = 1 << 20
-_TAIL_BYTES = 8192
+_TAIL_BYTES = 32_768
+_RUN_MARK = "---- "
 
 
 class LeashedProcess:
@@ -25,10 +26,11 @@ class LeashedProcess:
     async def start(cls, plan: ProcessPlan) -> "LeashedProcess":
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **plan.variables}
         holder = (sys.executable, "-I", "-S", leash.__file__, "--grace-s", str(LEASH_GRACE_S), "--")
+        plan.log.parent.mkdir(parents=True, exist_ok=True)
         shorten_log(plan.log)
         with plan.log.open("ab") as log:
             # The log goes on over several runs; what stands before this line is not about this one.
-            log.write(f"---- {plan.name} started at {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC ----\n".encode())
+            log.write(f"{_RUN_MARK}{plan.name} started at {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC ----\n".encode())
             log.flush()
             process = await asyncio.create_subprocess_exec(
                 *holder, *plan.command, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, env=environment
@@ -68,6 +70,13 @@ def last_lines(log: Path, count: int) -> list[str]:
         return []
     lines = (line.strip() for line in read_end(log, _TAIL_BYTES).decode("utf-8", "replace").splitlines())
     return [line for line in lines if line][-count:]
+
+
+def lines_of_last_run(log: Path, count: int) -> list[str]:
+    """As last_lines, without what an earlier process wrote."""
+    lines = last_lines(log, count)
+    starts = [position for position, line in enumerate(lines) if line.startswith(_RUN_MARK)]
+    return lines[starts[-1] + 1 :] if starts else lines
 
 
 def read_end(log: Path, size: int) -> bytes:

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import httpx
 
 from intellect.problem import EXIT_FAILURE
+from intellect.stack.failure import failure_line
 from intellect.stack.member import Member
 from intellect.stack.plan import LEASH_GRACE_S, ROUTER_DRAIN_S, StackPlan
-from intellect.stack.process import last_lines
-from intellect.stack.view import Row, View
+from intellect.stack.process import last_lines, lines_of_last_run
+from intellect.stack.view import Row, View, sign_of_life
 from protocol.status import ReplicaState
 
 _TICK_S = 0.25
@@ -20,6 +21,8 @@ _EXITS_MAX = 3
 _ENGINE_RESTARTS_MAX = 2
 _EXIT_STATUS_USAGE = 2
 _LINES_SHOWN = 15
+_LINES_SEARCHED = 200  # for a cause
+_LINES_WATCHED = 10  # for a sign of life
 # Beyond their own grace periods, which the plan promises to sum up to less than 10 s.
 _STOP_SLACK_S = 1.0
 
@@ -103,8 +106,9 @@ class StackRunner:
         self._view.line(f"the last lines of {log}:")
         for line in last_lines(log, _LINES_SHOWN):
             self._view.line(f"  {line}")
-        reason = failed.reason or "it does not start"
-        self._view.error(f"{failed.plan.name}: {reason}; the whole log is in {log}")
+        reason = failed.failure or failed.reason or "it does not start"
+        why = failure_line(reason, lines_of_last_run(log, _LINES_SEARCHED), of_engine=reason != failed.own_end)
+        self._view.error(f"{failed.plan.name}: {why}; the whole log is in {log}")
 
     async def _stop(self) -> None:
         # The router drains while the engines still answer.
@@ -126,8 +130,8 @@ def _will_not_start(member: Member) -> bool:
 
 
 def _row(member: Member) -> Row:
-    lines = [] if member.started_at is None else last_lines(member.plan.log, 1)
-    return Row(member.plan.name, member.state, member.seconds, lines[0] if lines else "")
+    lines = [] if member.started_at is None else last_lines(member.plan.log, _LINES_WATCHED)
+    return Row(member.plan.name, member.state, member.seconds, sign_of_life(lines))
 
 
 async def _wait(stop: asyncio.Event, seconds: float) -> None:

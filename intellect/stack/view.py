@@ -1,6 +1,5 @@
 """Shows the start of the stack: a live table on a terminal, plain lines elsewhere."""
 
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -12,14 +11,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from intellect.stack.failure import plain_line
+
 _STYLES = {"ready": "green", "failed": "red", "waiting": "dim"}
 _STYLE_OTHERWISE = "yellow"
 _REPEAT_S = 15.0  # a plain line for a state that lasts
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f]")
-# What an agent, and vLLM below it, put before each line: time, level, logger, process.
-_PREFIX = re.compile(
-    r"^\S+ [\d:,.]+ [A-Z]+ [\w.]+: (?:engine: )?(?:\(\w+ pid=\d+\) )?(?:[A-Z]+ [\d-]+ [\d:]+ )?(?:\[[\w.:]+\] )?"
-)
+# Advice of the engine's libraries that nobody who waits for a start can use.
+_NOISE = ("ulimit", "reserved_cpus")
 _PLAIN_WIDTH = 100
 
 
@@ -82,7 +80,7 @@ class LiveView:
         table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
         for row in rows:
             style = _STYLES.get(row.state, _STYLE_OTHERWISE)
-            line = "" if row.state == "ready" else _printable(row.last_line)
+            line = "" if row.state == "ready" else plain_line(row.last_line)
             table.add_row(row.name, Text(row.state, style), f"{row.seconds:.0f} s", Text(line, "dim"))
         return table
 
@@ -100,7 +98,7 @@ class PlainView:
             if row.state == state and (state in ("waiting", "ready") or now - at < _REPEAT_S):
                 continue
             self._shown[row.name] = (row.state, now)
-            detail = f": {_printable(row.last_line)[:_PLAIN_WIDTH]}" if row.state == state else ""
+            detail = f": {plain_line(row.last_line)[:_PLAIN_WIDTH]}" if row.state == state else ""
             self.line(f"{row.name} {row.state}, {row.seconds:.0f} s{detail}")
 
     def line(self, text: str) -> None:
@@ -113,6 +111,6 @@ class PlainView:
         pass
 
 
-def _printable(line: str) -> str:
-    """A log line as a sign of life: without what stands before its text."""
-    return _PREFIX.sub("", _ESCAPES.sub("", line)).strip()
+def sign_of_life(lines: Sequence[str]) -> str:
+    """The last of these log lines that tells a reader how far the process is, or nothing."""
+    return next((line for line in reversed(lines) if not any(word in line for word in _NOISE)), "")

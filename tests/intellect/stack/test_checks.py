@@ -65,13 +65,13 @@ def test_an_address_that_is_not_ours_is_told_from_a_busy_one() -> None:
 def test_a_state_folder_is_made(tmp_path: Path) -> None:
     """The first run needs no preparation."""
     where = Places(tmp_path / "a" / "b")
-    check_state_dir(where)
+    check_state_dir(where, 8000)
     assert where.store.is_dir()
-    assert where.logs.is_dir()
+    assert where.logs(8000).is_dir()
 
 
 def test_a_state_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     """The line carries the operating system's reason."""
     (tmp_path / "file").write_text("")
     with pytest.raises(Problem, match=r"--state-dir .*/file/x: cannot be written \(Not a directory\)"):
-        check_state_dir(Places(tmp_path / "file" / "x"))
+        check_state_dir(Places(tmp_path / "file" / "x"), 8000)

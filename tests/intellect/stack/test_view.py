@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from intellect.stack.process import last_lines, shorten_log
-from intellect.stack.view import PlainView, Row
+from intellect.stack.process import last_lines, lines_of_last_run, shorten_log
+from intellect.stack.view import PlainView, Row, sign_of_life
 
 
 def test_plain_progress_is_a_line_for_each_change(capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,6 +21,22 @@ def test_plain_progress_is_a_line_for_each_change(capsys: pytest.CaptureFixture[
         "replica-0 starting, 0 s",
         "replica-0 ready, 62 s",
     ]
+
+
+def test_advice_of_libraries_is_no_progress() -> None:
+    """What nobody can use while waiting is passed over."""
+    loading, advice = "loading weights", ["WARNING reserved_cpus is not set", "Found ulimit of 1024 and failed to increase it"]
+    assert sign_of_life([loading, *advice]) == loading
+    assert sign_of_life(advice) == ""
+
+
+def test_a_cause_is_not_looked_for_in_an_earlier_run(tmp_path: Path) -> None:
+    """A log goes on over several runs."""
+    log = tmp_path / "x.log"
+    log.write_text("---- x started at 1 ----\nerror: old\n---- x started at 2 ----\nerror: new\n")
+    assert lines_of_last_run(log, 200) == ["error: new"]
+    log.write_text("error: without a mark\n")
+    assert lines_of_last_run(log, 200) == ["error: without a mark"]
 
 
 def test_a_log_that_has_grown_keeps_its_end(tmp_path: Path) -> None:
