@@ -90,6 +90,8 @@ def decode_manifest(data: bytes) -> Manifest:
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(Fault.MANIFEST_INVALID, f"{MANIFEST_FILE} is not valid: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(Fault.MANIFEST_INVALID, f"{MANIFEST_FILE} is not valid: it is nested too deeply") from error
     if manifest.format != FORMAT:
         raise CheckpointError(
             Fault.MANIFEST_INVALID,
@@ -98,8 +100,16 @@ def decode_manifest(data: bytes) -> Manifest:
     return manifest
 
 
+def is_version_name(version: str) -> bool:
+    return _VERSION.fullmatch(version) is not None
+
+
+def is_model_name(model: str) -> bool:
+    return _MODEL.fullmatch(model) is not None
+
+
 def check_version_name(version: str) -> None:
-    if not _VERSION.fullmatch(version):
+    if not is_version_name(version):
         raise CheckpointError(
             Fault.BAD_NAME,
             f"version {version!r} is not valid: 1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit",
@@ -114,7 +124,7 @@ def check_published_version_name(version: str) -> None:
 
 
 def check_model_name(model: str) -> None:
-    if not _MODEL.fullmatch(model):
+    if not is_model_name(model):
         raise CheckpointError(
             Fault.BAD_NAME,
             f"model {model!r} is not valid: NAME or OWNER/NAME, each of letters, digits, '.', '_' or '-', "

@@ -55,6 +55,8 @@ def read_safetensors_header(path: Path) -> dict[str, TensorSpec]:
         entries = {name: msgspec.json.decode(value, type=_Entry) for name, value in raw.items()}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedSafetensors(f"{path.name}: the header is not valid: {error}") from error
+    except RecursionError as error:
+        raise MalformedSafetensors(f"{path.name}: the header is not valid: it is nested too deeply") from error
     _check_tiling(path.name, entries, data_bytes)
     return {name: TensorSpec(dtype=entry.dtype, shape=entry.shape) for name, entry in entries.items()}
 
@@ -62,10 +64,12 @@ def read_safetensors_header(path: Path) -> dict[str, TensorSpec]:
 def _read_header(file: BinaryIO, name: str) -> bytes:
     size_field = file.read(8)
     if len(size_field) < 8:
-        raise MalformedSafetensors(f"{name}: {len(size_field)} bytes long, too short for a safetensors file")
+        raise MalformedSafetensors(f"{name}: is not a safetensors file: it is only {len(size_field)} bytes long")
     size = int.from_bytes(size_field, "little")
     if size > HEADER_BYTES_MAX:
-        raise MalformedSafetensors(f"{name}: the header claims {size} bytes, more than {HEADER_BYTES_MAX}")
+        raise MalformedSafetensors(
+            f"{name}: is not a safetensors file: it would begin with a header of {size} bytes, more than {HEADER_BYTES_MAX}"
+        )
     header = file.read(size)
     if len(header) < size:
         raise MalformedSafetensors(f"{name}: truncated inside the header ({len(header)} of {size} bytes)")

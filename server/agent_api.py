@@ -123,6 +123,10 @@ def _authorise(request: Request, token: str | None) -> None:
 
 
 async def _read(request: Request, kind: type[_T]) -> _T:
+    # A page in a browser can send any other type to a local port without asking first.
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise _ApiError(415, f"The content type is {media_type or 'absent'!r}; send the header content-type: application/json.")
     body = b""
     async for chunk in request.stream():
         body += chunk

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from protocol.manifest import check_loadable
+from protocol.manifest import CheckpointError, Fault, check_loadable
 from protocol.safetensors_header import TensorSpec
 from protocol.store import read_layout, verify
 
@@ -34,7 +34,10 @@ def base_layout(model: str | None) -> dict[str, TensorSpec]:
             "no_base", "the engine was started without a model, so no checkpoint can be compared with it; give --model DIR"
         )
     folder = Path(model)
-    return read_layout(folder if folder.is_dir() else _hub_snapshot(model))
+    try:
+        return read_layout(folder if folder.is_dir() else _hub_snapshot(model))
+    except OSError as error:
+        raise CheckpointError(Fault.UNREADABLE, f"cannot read {model}: {error.strerror or error}") from error
 
 
 def _hub_snapshot(model: str) -> Path:

@@ -12,7 +12,7 @@ from protocol.errors import ErrorBody, normalise_error
 from protocol.headers import ENGINE_TOKEN
 from server.settings import is_wildcard
 
-PROBE_TIMEOUT_S = 3.0
+_FACTS_TIMEOUT_S = 3.0
 _CONNECT_TIMEOUT_S = 3.0
 _CACHE_INFO = "vllm:cache_config_info"
 
@@ -83,11 +83,14 @@ class EngineClient:
     async def aclose(self) -> None:
         await self._http.aclose()
 
-    async def answers(self) -> bool:
-        """Whether it is up and is the engine that this client's token belongs to, not another one on its port."""
+    async def answers(self, timeout_s: float) -> bool:
+        """Whether it is up and is the engine that this client's token belongs to, not another one on its port.
+
+        The second of its two calls is answered by the engine's core, between two steps. `timeout_s` is for each.
+        """
         try:
-            await self._call("GET", "/health", timeout_s=PROBE_TIMEOUT_S)
-            await self._call("GET", "/is_paused", timeout_s=PROBE_TIMEOUT_S)
+            await self._call("GET", "/health", timeout_s=timeout_s)
+            await self._call("GET", "/is_paused", timeout_s=timeout_s)
         except EngineError:
             return False
         return True
@@ -117,8 +120,8 @@ class EngineClient:
 
     async def facts(self) -> EngineFacts:
         """Raises EngineError if the engine cannot be asked; what it leaves out is None."""
-        models = _decode(await self._call("GET", "/v1/models", timeout_s=PROBE_TIMEOUT_S), _ModelList, "/v1/models")
-        metrics = await self._call("GET", "/metrics", timeout_s=PROBE_TIMEOUT_S)
+        models = _decode(await self._call("GET", "/v1/models", timeout_s=_FACTS_TIMEOUT_S), _ModelList, "/v1/models")
+        metrics = await self._call("GET", "/metrics", timeout_s=_FACTS_TIMEOUT_S)
         cache = cache_config(metrics.decode("utf-8", "replace"))
         block_size, blocks = _number(cache, "block_size"), _number(cache, "num_gpu_blocks")
         capacity = _number(cache, "kv_cache_size_tokens")

@@ -6,7 +6,8 @@ The starter gives a pipe as stdin and keeps its write end. When that end closes,
 anything (kill -9 included), the command gets SIGTERM and, after the grace, everything it ever started gets SIGKILL.
 SIGTERM, SIGINT and SIGHUP are forwarded to the command alone, so that it can end its own children in its own order. When
 the command exits, whatever it left behind is killed, and its exit code (128 + signal number if a signal ended it) becomes
-the leash's own.
+the leash's own. Python's resource trackers are killed last: left alone for a moment, they remove the shared memory of the
+processes that were killed, which nobody else does.
 
 Two processes hold the command, outer -> inner -> command, and both do the same: watch a pipe above, a child below. If the
 inner one is killed, the outer one ends the rest; if the outer one is killed, the inner one sees its pipe close and kills
@@ -35,6 +36,9 @@ _WATCHED = (*_FORWARDED, signal.SIGCHLD)
 # How long killed processes may take to disappear; one in an uninterruptible system call can take forever.
 _KILL_S_MAX = 5.0
 _KILL_POLL_S = 0.02
+# How long a resource tracker may take to clean up after the last of the others, its clients among them, is gone.
+_TRACKER_S_MAX = 2.0
+_TRACKER_MARK = b"multiprocessing.resource_tracker"
 
 # From <linux/prctl.h>.
 _PR_SET_PDEATHSIG = 1
@@ -55,25 +59,27 @@ def main(arguments: list[str]) -> int:
         os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)  # until hold() can take them
     prctl = _load_prctl()
+    adopts = prctl(_PR_SET_CHILD_SUBREAPER, 1)
     lifeline, anchor = os.pipe()
     inner = os.fork()
     if inner == 0:
         os.close(anchor)
         os._exit(_run_inner(arguments[split + 1 :], lifeline, prctl))
     os.close(lifeline)
-    return hold(inner, lifeline=0, grace_s=grace_s, end=lambda: os.close(anchor), prctl=prctl)
+    return hold(inner, lifeline=0, grace_s=grace_s, end=lambda: os.close(anchor), adopts=adopts)
 
 
 def _run_inner(command: list[str], lifeline: int, prctl: Prctl) -> int:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     holder = os.getpid()
+    adopts = prctl(_PR_SET_CHILD_SUBREAPER, 1)
     child = os.fork()
     if child == 0:
         _execute(command, holder, prctl)
     with contextlib.suppress(OSError):
         os.setpgid(child, child)  # the child does the same; whoever comes first, the group exists from here on
     # The grace was the outer process's to give. Its pipe closes when that is over or when it was killed: no more waiting.
-    return hold(child, lifeline=lifeline, grace_s=0.0, end=lambda: _kill_group(child), prctl=prctl)
+    return hold(child, lifeline=lifeline, grace_s=0.0, end=lambda: _send(child, signal.SIGKILL), adopts=adopts)
 
 
 def _execute(command: list[str], holder: int, prctl: Prctl) -> NoReturn:
@@ -90,27 +96,47 @@ def _execute(command: list[str], holder: int, prctl: Prctl) -> NoReturn:
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def hold(child: int, *, lifeline: int, grace_s: float, end: Callable[[], None], prctl: Prctl) -> int:
+def hold(child: int, *, lifeline: int, grace_s: float, end: Callable[[], None], adopts: bool) -> int:
     """Waits until `child` exits, or until `grace_s` after the end of `lifeline`; then ends what is left.
 
-    Returns the child's exit code. `end` must make the child exit at once if it still runs. Expects the watched signals
-    to be blocked, and unblocks them.
+    Returns the child's exit code. `end` must make the child, which still runs then, exit at once. `adopts`: orphaned
+    descendants become children of this process. Expects the watched signals to be blocked, and unblocks them.
     """
-    adopts = prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with _signal_pipe() as signals:
         code = _wait(child, lifeline, grace_s, signals)
-        end()
         give_up_at = time.monotonic() + _KILL_S_MAX
+        if code is None:
+            end()
         while code is None and time.monotonic() < give_up_at:
             time.sleep(_KILL_POLL_S)
             code = _reap(child)
-        # A process can fork while we look, so one round is not enough.
-        while adopts and (left := _descendants(os.getpid())) and time.monotonic() < give_up_at:
-            for pid in left:
-                _send(pid, signal.SIGKILL)
-            time.sleep(_KILL_POLL_S)
-            _reap(child)
+        if adopts:
+            _end_descendants(give_up_at)
+        else:
+            _kill_group(child)
     return 128 + signal.SIGKILL if code is None else code
+
+
+def _end_descendants(give_up_at: float) -> None:
+    """Kills everything below this process: resource trackers after the rest, if they have not ended by themselves."""
+    trackers_end_at: float | None = None
+    # A process can fork while we look, so one round is not enough.
+    while (left := _descendants(os.getpid())) and (now := time.monotonic()) < give_up_at:
+        others = [pid for pid in left if not _is_tracker(pid)]
+        if not others and trackers_end_at is None:
+            trackers_end_at = now + _TRACKER_S_MAX
+        for pid in left if trackers_end_at is not None and now >= trackers_end_at else others:
+            _send(pid, signal.SIGKILL)
+        time.sleep(_KILL_POLL_S)
+        _reap(None)
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return _TRACKER_MARK in file.read()
+    except OSError:
+        return False  # it ended while we looked
 
 
 def _wait(child: int, lifeline: int, grace_s: float, signals: int) -> int | None:
@@ -159,7 +185,7 @@ def _signal_pipe() -> Iterator[int]:
         os.close(writer)
 
 
-def _reap(child: int) -> int | None:
+def _reap(child: int | None) -> int | None:
     """Collects every ended child (adopted ones too); the exit code of `child` if it was among them."""
     code = None
     while True:

@@ -34,7 +34,7 @@ class NotNow(Exception):
 
 
 def replica_state(phase: EnginePhase, *, draining: bool, swapping: bool) -> ReplicaState:
-    """A draining replica that swaps is draining: it takes nothing new, which is what the router must know."""
+    """A draining replica that swaps is draining: it takes nothing new. That it is paused too is ReplicaStatus.paused."""
     if phase is EnginePhase.FAILED:
         return ReplicaState.FAILED
     if phase is EnginePhase.STARTING:
@@ -70,6 +70,7 @@ class Replica:
         self._supervisor = Supervisor(
             make_plan=self._next_plan,
             probe=self._answers,
+            may_be_silent=self._is_paused,
             on_ready=self._learn_facts,
             policy=settings.restart,
             clock=clock,
@@ -100,7 +101,7 @@ class Replica:
     def status(self, host: str) -> ReplicaStatus:
         """`host` is where the reader reaches this machine."""
         phase = self._supervisor.phase
-        state = replica_state(phase, draining=self._draining, swapping=self._swapping_to is not None)
+        state = replica_state(phase, draining=self._draining, swapping=self._is_paused())
         plan = self._plan
         place = self._settings.expert_parallel
         facts = self._facts if phase is EnginePhase.RUNNING else EngineFacts()
@@ -111,6 +112,7 @@ class Replica:
             checkpoint=self._served.version,
             epoch=self._served.epoch,
             reason=self._reason(state),
+            paused=phase is EnginePhase.RUNNING and self._is_paused(),
             max_model_len=facts.max_model_len,
             kv_capacity_tokens=facts.kv_capacity_tokens,
             kv_block_size=facts.kv_block_size,
@@ -157,8 +159,9 @@ class Replica:
             if report.outcome is SwapOutcome.SWAPPED:
                 self._served = target
         finally:
-            self._swapping_to = None
-            if not known:
+            # What goes wrong before the engine is touched leaves it as it was.
+            has_touched, self._swapping_to = self._is_paused(), None
+            if has_touched and not known:
                 self._supervisor.restart(run, f"the swap to {version} left the engine in an unknown state")
         self._metrics.swap_ended(report)
         level = _LOG_LEVELS[report.outcome]
@@ -193,6 +196,11 @@ class Replica:
                 await asyncio.to_thread(verify_version, self._settings.store, self._settings.served_model_name, served.version)
             except (CheckpointError, SwapRefused) as error:
                 raise LaunchRefused(f"{served.version}, which was served before, cannot be loaded again: {error}") from error
+            except Exception as error:
+                logger.exception("verifying %s failed in a way that nobody foresaw", served.version)
+                raise LaunchRefused(
+                    f"{served.version}, which was served before, cannot be loaded again: {type(error).__name__}: {error}"
+                ) from error
         if self._plan is not None:
             self._metrics.engine_restarted()
         start = EngineStart(
@@ -213,8 +221,11 @@ class Replica:
             client, self._client = self._client, None
             await client.aclose()
 
-    async def _answers(self) -> bool:
-        return self._client is not None and await self._client.answers()
+    def _is_paused(self) -> bool:
+        return self._swapping_to is not None
+
+    async def _answers(self, timeout_s: float) -> bool:
+        return self._client is not None and await self._client.answers(timeout_s)
 
     async def _learn_facts(self) -> None:
         assert self._client is not None

@@ -35,7 +35,7 @@ class ExpertParallelRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """When a dead engine is started again. Seconds."""
+    """When an engine that died or hangs is started again. Seconds."""
 
     first_delay_s: float = 1.0
     delay_s_max: float = 60.0
@@ -44,12 +44,16 @@ class RestartPolicy:
     # An engine that answered for this long has earned a fresh count.
     healthy_s: float = 120.0
     failures_max: int = 5  # in a row; the agent then gives up
+    # A running engine that has not answered for this long hangs: it is ended, and that counts as a failure. Each question
+    # may take a third of it, so a single step of the engine that is shorter than that is never mistaken for a hang.
+    hang_s: float = 60.0
 
     def __post_init__(self) -> None:
         _require(self.first_delay_s > 0, "restart.first_delay_s", self.first_delay_s, "above 0")
         _require(self.delay_s_max >= self.first_delay_s, "restart.delay_s_max", self.delay_s_max, "first_delay_s or more")
         _require(0 <= self.jitter <= 1, "restart.jitter", self.jitter, "from 0 to 1")
         _require(self.failures_max >= 1, "restart.failures_max", self.failures_max, "1 or more")
+        _require(self.hang_s > 0, "restart.hang_s", self.hang_s, "above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Keeps one engine running: starts it, waits until it answers, restarts it with back-off, gives up with a reason.
 
-What to do after an exit is decided by `on_exit`, which is pure. The supervisor does not know HTTP, checkpoints or vLLM: it
-is handed a function that plans the next start and one that asks whether the engine answers.
+What to do after an exit is decided by `on_exit`, whether a silence is a hang by `is_hang`; both are pure. The supervisor
+does not know HTTP, checkpoints or vLLM: it is handed a function that plans the next start and one that asks whether the
+engine answers.
 """
 
 import asyncio
@@ -15,7 +16,11 @@ from server.engine_process import EngineProcess
 from server.presets import LaunchPlan
 from server.settings import RestartPolicy
 
-PROBE_INTERVAL_S = 0.25
+PROBE_TIMEOUT_S = 3.0
+PROBE_INTERVAL_S = 0.25  # while it loads
+WATCH_INTERVAL_S = 5.0  # while it runs
+# One question may have failed because the agent itself stood still.
+_HANG_PROBES_MIN = 2
 _REASON_LINES = 12
 
 logger = logging.getLogger(__name__)
@@ -61,11 +66,24 @@ def on_exit(count: FailureCount, *, now: float, policy: RestartPolicy, rng: rand
     return Restart(delay_s * (1 - policy.jitter * rng.random()), FailureCount(failures))
 
 
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """Probes of a running engine that failed in a row; the first one began at `since` (monotonic seconds)."""
+
+    since: float
+    probes: int
+
+
+def is_hang(silence: Silence, *, now: float, policy: RestartPolicy) -> bool:
+    return silence.probes >= _HANG_PROBES_MIN and now - silence.since >= policy.hang_s
+
+
 class _Event(enum.Enum):
     STOP = enum.auto()
     RESTART = enum.auto()
     EXIT = enum.auto()
     READY = enum.auto()
+    HANG = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +96,17 @@ class _RunEnd:
 class Supervisor:
     """`run` is the life of the engine; everything else may be called while it runs.
 
-    `make_plan` is asked before every start and may raise LaunchRefused. `probe` says whether the engine answers; it
-    must not raise and must not take longer than a few seconds. `on_ready` is awaited before the phase becomes RUNNING.
+    `make_plan` is asked before every start and may raise LaunchRefused. `probe` says whether the engine answers within
+    the given seconds; it must not raise. `may_be_silent` says whether a running engine need not answer at present.
+    `on_ready` is awaited before the phase becomes RUNNING.
     """
 
     def __init__(
         self,
         *,
         make_plan: Callable[[], Awaitable[LaunchPlan]],
-        probe: Callable[[], Awaitable[bool]],
+        probe: Callable[[float], Awaitable[bool]],
+        may_be_silent: Callable[[], bool],
         on_ready: Callable[[], Awaitable[None]],
         policy: RestartPolicy,
         clock: Callable[[], float],
@@ -94,6 +114,7 @@ class Supervisor:
     ) -> None:
         self._make_plan = make_plan
         self._probe = probe
+        self._may_be_silent = may_be_silent
         self._on_ready = on_ready
         self._policy = policy
         self._clock = clock
@@ -195,6 +216,7 @@ class Supervisor:
                         _Event.STOP: self._stopping.wait(),
                         _Event.RESTART: self._restart_wanted.wait(),
                         _Event.EXIT: process.wait(),
+                        _Event.HANG: self._until_hang(),
                     }
                 )
             if event is _Event.STOP:
@@ -205,6 +227,8 @@ class Supervisor:
                 return _RunEnd(count, "A restart was asked for.", failed=False)
             if event is _Event.EXIT:
                 return _RunEnd(count, f"It exited with code {await process.wait()}. {_quote(process)}")
+            if event is _Event.HANG:
+                return _RunEnd(count, f"It ran but did not answer for {self._policy.hang_s:g} s. {_quote(process)}")
             return _RunEnd(count, f"It did not answer within {plan.start_timeout_s:g} s. {_quote(process)}")
         finally:
             self._process = None
@@ -214,10 +238,22 @@ class Supervisor:
 
     async def _until_ready(self) -> None:
         while True:
-            if await self._probe():
+            if await self._probe(PROBE_TIMEOUT_S):
                 await self._on_ready()
                 return
             await asyncio.sleep(PROBE_INTERVAL_S)
+
+    async def _until_hang(self) -> None:
+        silence: Silence | None = None
+        while silence is None or not is_hang(silence, now=self._clock(), policy=self._policy):
+            await asyncio.sleep(min(WATCH_INTERVAL_S, self._policy.hang_s / 3))
+            began = self._clock()
+            if await self._probe(self._policy.hang_s / 3) or self._may_be_silent():
+                silence = None
+            elif silence is None:
+                silence = Silence(began, 1)
+            else:
+                silence = Silence(silence.since, silence.probes + 1)
 
     def _give_up(self, reason: str) -> None:
         logger.error("giving up: %s", reason)

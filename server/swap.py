@@ -19,6 +19,7 @@ This module knows neither HTTP nor the store; it drives an `EngineControl`.
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,6 +29,8 @@ from protocol.status import SwapOutcome, SwapReport, checkpoint_label
 from server.checkpoint_check import SwapRefused
 from server.engine_client import EngineError
 from server.settings import SwapDeadlines
+
+logger = logging.getLogger(__name__)
 
 
 class EngineControl(Protocol):
@@ -70,8 +73,9 @@ async def swap(
 ) -> SwapReport:
     """Replaces `former` by `target` in a serving engine; the report says what it serves afterwards.
 
-    `verify` raises CheckpointError or SwapRefused for weights that must not be loaded. After outcome FAILED nobody knows
-    what the engine holds: the caller must restart it. The same is true if this coroutine is cancelled or raises.
+    `verify` raises CheckpointError or SwapRefused for weights that must not be loaded; any other exception of it is logged
+    and a refusal too, with code `internal`. After outcome FAILED nobody knows what the engine holds: the caller must
+    restart it. The same is true if this coroutine is cancelled or raises after `verify` has returned.
     """
     started = clock()
     steps = _Steps(clock)
@@ -94,6 +98,10 @@ async def swap(
         return report(SwapOutcome.REFUSED, former, code=error.fault, reason=str(error))
     except (SwapRefused, _StepFailed) as error:
         return report(SwapOutcome.REFUSED, former, code=error.code, reason=str(error))
+    except Exception as error:
+        logger.exception("verifying %s failed in a way that nobody foresaw", target.version)
+        reason = f"verify: {type(error).__name__}: {error}; the agent's log has more. The engine was not touched"
+        return report(SwapOutcome.REFUSED, former, code="internal", reason=reason)
 
     weights_touched = False
     try:

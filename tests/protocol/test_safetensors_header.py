@@ -79,10 +79,10 @@ def test_a_file_that_contradicts_itself_is_refused(tmp_path: Path, header: objec
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"", "0 bytes long"),
-        (b"\x08\0\0", "3 bytes long"),
+        (b"", "is not a safetensors file: it is only 0 bytes long"),
+        (b"\x08\0\0", "is only 3 bytes long"),
         ((100).to_bytes(8, "little") + b"{}", "truncated inside the header"),
-        ((1 << 62).to_bytes(8, "little") + b"{}", "the header claims"),
+        ((1 << 62).to_bytes(8, "little") + b"{}", "is not a safetensors file: it would begin with a header of"),
         ((3).to_bytes(8, "little") + b"{\xff}", "header is not valid"),
         ((4).to_bytes(8, "little") + b"oops", "header is not valid"),
     ],

@@ -2,6 +2,9 @@ import errno
 import hashlib
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +14,17 @@ import pytest
 
 from protocol.manifest import MANIFEST_FILE, STABLE_FILE, CheckpointError, Fault, Manifest
 from protocol.store import models, publish, read_layout, read_manifest, verify, version_folder, versions
-from tests.protocol.folders import float32, write_model, write_safetensors
+from tests.protocol.folders import float32, write_model, write_raw, write_safetensors
 
 MODEL = "tiny"
+CONFIGS = (
+    "config.json",
+    "tokenizer_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "generation_config.json",
+)
+DEEP = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 
 @pytest.fixture
@@ -128,9 +139,14 @@ def test_a_version_whose_writer_died_is_published_again(source: Path, store: Pat
 
 
 def test_a_failed_publication_leaves_nothing(source: Path, store: Path) -> None:
-    """A source that turns out bad halfway does not litter the store."""
-    (source / "model-00002-of-00002.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{")
-    assert fault_of(lambda: publish_v1(source, store))[0] is Fault.MALFORMED
+    """A disk that is full halfway is not littered too."""
+
+    def fill(_done: int, _total: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    fault, message = fault_of(lambda: publish(source, store=store, model=MODEL, version="v1", progress=fill))
+    assert fault is Fault.UNREADABLE
+    assert os.strerror(errno.ENOSPC) in message
     assert list((store / MODEL).iterdir()) == []
 
 
@@ -181,6 +197,93 @@ def test_writers_at_the_same_time_publish_one_whole_version(source: Path, store:
     assert [entry.name for entry in (store / MODEL).iterdir()] == ["v1"]
 
 
+@pytest.mark.parametrize("unsealed", [False, True], ids=["a free name", "over an interrupted copy"])
+def test_of_many_writers_exactly_one_wins(source: Path, store: Path, unsealed: bool) -> None:
+    """Six at once, thirty times: one is told that it published, the rest that the name is taken, and nothing is left over."""
+    for number in range(30):
+        version = f"v{number}"
+        if unsealed:
+            (store / MODEL / version).mkdir(parents=True)
+            for name in ("config.json", "tokenizer.json", "model.safetensors"):
+                (store / MODEL / version / name).write_text("half")
+        faults: list[Fault | None] = []
+        together = threading.Barrier(6)
+
+        def race(version: str = version, faults: list[Fault | None] = faults, together: threading.Barrier = together) -> None:
+            together.wait(10)
+            try:
+                publish(source, store=store, model=MODEL, version=version)
+            except CheckpointError as error:
+                faults.append(error.fault)
+            else:
+                faults.append(None)
+
+        threads = [threading.Thread(target=race) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert sorted(map(str, faults)) == ["None", *["already_published"] * 5]
+        verify(store, MODEL, version)
+    assert sorted(entry.name for entry in (store / MODEL).iterdir()) == sorted(f"v{number}" for number in range(30))
+
+
+def test_what_a_killed_writer_staged_is_swept(source: Path, store: Path) -> None:
+    """The next publication of the model removes it; what living writers and other machines have staged stays."""
+    code = (
+        "import sys, os, signal; from pathlib import Path; from protocol.store import publish; "
+        "publish(Path(sys.argv[1]), store=Path(sys.argv[2]), model='tiny', version='v1', "
+        "progress=lambda *_: os.kill(os.getpid(), signal.SIGKILL))"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, source, store], cwd=Path(__file__).parents[2], timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    (staged,) = (store / MODEL).iterdir()
+    alive = staged.with_name(staged.name.replace(f"-{pid_of(staged)}-", f"-{os.getppid()}-"))
+    place = staged.name.split("-")[-3]
+    elsewhere = staged.with_name(staged.name.replace(f"-{place}-", "-00000000-"))
+    for folder in (alive, elsewhere):
+        folder.mkdir()
+    publish(source, store=store, model=MODEL, version="v2")
+    assert {entry.name for entry in (store / MODEL).iterdir()} == {"v2", alive.name, elsewhere.name}
+    assert versions(store, MODEL) == ["v2"]
+
+
+def pid_of(staged: Path) -> str:
+    return staged.name.split("-")[-2]
+
+
+def test_a_version_cannot_take_the_folder_of_a_model(source: Path, store: Path) -> None:
+    """Version d of model c and model c/d would be one folder; whoever comes second is refused, and nothing is lost."""
+    first = publish(source, store=store, model="c/d", version="v1")
+    fault, message = fault_of(lambda: publish(source, store=store, model="c", version="d"))
+    assert fault is Fault.BAD_NAME
+    assert f"{store / 'c' / 'd'} cannot become a version" in message
+    assert verify(store, "c/d", "v1") == first
+    assert (models(store), versions(store, "c"), versions(store, "c/d")) == (["c/d"], [], ["v1"])
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_model_cannot_take_the_folder_of_a_version(source: Path, store: Path, sealed: bool) -> None:
+    """The other way round; a version that is still being copied counts too."""
+    first = publish(source, store=store, model="a", version="b")
+    if not sealed:
+        (store / "a" / "b" / STABLE_FILE).unlink()
+    fault, message = fault_of(lambda: publish(source, store=store, model="a/b", version="v1"))
+    assert fault is Fault.BAD_NAME
+    assert "version 'b' of model 'a'" in message
+    assert not (store / "a" / "b" / "v1").exists()
+    if sealed:
+        assert verify(store, "a", "b") == first
+        assert (models(store), versions(store, "a"), versions(store, "a/b")) == (["a"], ["b"], [])
+
+
+def test_a_version_named_like_the_seal_is_only_a_version(source: Path, store: Path) -> None:
+    """Model c/d with a version STABLE does not look like a sealed version d of model c."""
+    publish(source, store=store, model="c/d", version=STABLE_FILE)
+    assert fault_of(lambda: publish(source, store=store, model="c", version="d"))[0] is Fault.BAD_NAME
+    assert (models(store), versions(store, "c"), versions(store, "c/d")) == (["c/d"], [], [STABLE_FILE])
+
+
 def test_a_version_is_never_seen_unsealed(source: Path, store: Path) -> None:
     """A reader that looks at any moment finds no version or a whole one: the folder appears with its seal inside."""
     names = [f"v{number}" for number in range(20)]
@@ -209,10 +312,32 @@ def test_a_version_is_never_seen_unsealed(source: Path, store: Path) -> None:
         (lambda folder: (folder / "pytorch_model.bin").write_bytes(b"x"), Fault.UNSAFE_FILE, "save the model as safetensors"),
         (lambda folder: (folder / "modeling.py").write_text("x"), Fault.UNSAFE_FILE, "could run code"),
         (lambda folder: (folder / "config.json").write_text('{"auto_map": {}}'), Fault.UNSAFE_CONFIG, "auto_map"),
+        *(
+            (
+                lambda folder, name=name: (folder / name).write_text('{"inner": [{"auto_map": {}}]}'),
+                Fault.UNSAFE_CONFIG,
+                f"/{name} has auto_map",
+            )
+            for name in CONFIGS
+        ),
         (lambda folder: (folder / "config.json").write_text("["), Fault.MALFORMED, "not valid JSON"),
+        (lambda folder: (folder / "tokenizer_config.json").write_text("["), Fault.MALFORMED, "tokenizer_config.json is not"),
+        (lambda folder: (folder / "config.json").write_bytes(DEEP), Fault.MALFORMED, "nested too deeply"),
+        (lambda folder: write_raw(folder / "deep.safetensors", DEEP, b""), Fault.MALFORMED, "nested too deeply"),
+        (lambda folder: os.mkfifo(folder / "pipe.safetensors"), Fault.UNREADABLE, "is not a regular file"),
+        (lambda folder: (folder / "a.json").symlink_to("a.json"), Fault.UNREADABLE, "Too many levels of symbolic links"),
         (lambda folder: (folder / "config.json").write_text("[]"), Fault.MALFORMED, "not valid JSON"),
-        (lambda folder: (folder / "config.json").unlink(), Fault.FILE_MISSING, "config.json"),
-        (lambda folder: [file.unlink() for file in folder.glob("*.safetensors")], Fault.FILE_MISSING, "no .safetensors"),
+        (lambda folder: (folder / "config.json").unlink(), Fault.FILE_MISSING, "no config.json; give the folder"),
+        (
+            lambda folder: (folder / "model-00002-of-00002.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{"),
+            Fault.MALFORMED,
+            "model-00002-of-00002.safetensors: truncated inside the header",
+        ),
+        (
+            lambda folder: [file.unlink() for file in folder.glob("*.safetensors")],
+            Fault.FILE_MISSING,
+            "/source holds no .safetensors",
+        ),
         (
             lambda folder: write_safetensors(folder / "again.safetensors", {"norm": float32([2])}),
             Fault.MALFORMED,
@@ -228,7 +353,8 @@ def test_a_source_that_must_not_be_loaded_is_not_published(
     found, message = fault_of(lambda: publish_v1(source, store))
     assert found is fault
     assert complaint in message
-    assert versions(store, MODEL) == []
+    assert ".staging" not in message
+    assert not (store / MODEL).exists()
 
 
 def test_a_source_that_is_no_folder_is_refused(source: Path, store: Path) -> None:
@@ -282,11 +408,41 @@ def list_file(name: str) -> Callable[[Path], None]:
     return spoil
 
 
-def add_auto_map(folder: Path) -> None:
-    config = b'{"auto_map": {"AutoModel": "evil.Model"}}'
-    (folder / "config.json").write_bytes(config)
-    spec = {"sha256": hashlib.sha256(config).hexdigest(), "size": len(config)}
-    rewrite_manifest(folder, lambda manifest: manifest["files"].update({"config.json": spec}))
+def put_file(name: str, data: bytes) -> Callable[[Path], None]:
+    """Writes a file and lists it, as somebody with access to the store could."""
+
+    def spoil(folder: Path) -> None:
+        (folder / name).write_bytes(data)
+        spec = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+        rewrite_manifest(folder, lambda manifest: manifest["files"].update({name: spec}))
+
+    return spoil
+
+
+def seal_deep_manifest(folder: Path) -> None:
+    (folder / MANIFEST_FILE).write_bytes(DEEP)
+    (folder / STABLE_FILE).write_text(hashlib.sha256(DEEP).hexdigest())
+
+
+def become_fifo(name: str) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return spoil
+
+
+def become_loop(name: str) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to(name)
+
+    return spoil
+
+
+def become_a_loop_of_folders(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(folder)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +469,19 @@ def add_auto_map(folder: Path) -> None:
         (list_file("../../../../etc/passwd"), Fault.OUTSIDE_STORE),
         (list_file("/etc/passwd"), Fault.OUTSIDE_STORE),
         (link_outside, Fault.OUTSIDE_STORE),
-        (add_auto_map, Fault.UNSAFE_CONFIG),
+        (put_file("config.json", b'{"auto_map": {"AutoModel": "evil.Model"}}'), Fault.UNSAFE_CONFIG),
+        *((put_file(name, b'{"inner": [{"auto_map": {}}]}'), Fault.UNSAFE_CONFIG) for name in CONFIGS),
+        (put_file("config.json", DEEP), Fault.MALFORMED),
+        (put_file("deep.safetensors", len(DEEP).to_bytes(8, "little") + DEEP), Fault.MALFORMED),
+        (seal_deep_manifest, Fault.MANIFEST_INVALID),
+        (become_fifo(STABLE_FILE), Fault.UNREADABLE),
+        (become_fifo(MANIFEST_FILE), Fault.UNREADABLE),
+        (become_fifo("config.json"), Fault.FILE_MISSING),
+        (become_loop(STABLE_FILE), Fault.UNREADABLE),
+        (become_loop(MANIFEST_FILE), Fault.UNREADABLE),
+        (become_loop("tokenizer.json"), Fault.UNREADABLE),
+        (become_a_loop_of_folders, Fault.UNREADABLE),
+        (lambda folder: (folder / STABLE_FILE).write_bytes(b" " * 5000), Fault.MALFORMED),
     ],
 )
 def test_a_checkpoint_that_is_not_what_was_published_is_refused(

@@ -1,12 +1,13 @@
 """The replica agent as the operator and the router see it: over HTTP, with a simulated engine, as real processes."""
 
+import hashlib
 import json
 import os
 import shutil
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import msgspec
 import psutil
 import pytest
 
-from protocol.manifest import STABLE_FILE
+from protocol.manifest import MANIFEST_FILE, STABLE_FILE
 from protocol.status import ReplicaState, SwapOutcome, SwapReport
 from protocol.store import publish
 from server.agent import run_agent
@@ -152,6 +153,21 @@ def write_broken(folder: Path, change: Any) -> None:
     path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data[8 + size :])
 
 
+def loop_the_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("config.json")
+
+
+def nest_the_config(folder: Path) -> None:
+    deep = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    (folder / "config.json").write_bytes(deep)
+    manifest = json.loads((folder / MANIFEST_FILE).read_bytes())
+    manifest["files"]["config.json"] = {"sha256": hashlib.sha256(deep).hexdigest(), "size": len(deep)}
+    encoded = json.dumps(manifest).encode()
+    (folder / MANIFEST_FILE).write_bytes(encoded)
+    (folder / STABLE_FILE).write_text(hashlib.sha256(encoded).hexdigest())
+
+
 def flip_byte(folder: Path) -> None:
     path = folder / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -224,9 +240,22 @@ def test_bad_requests_are_named_in_openais_shape(
     agent: AgentProcess, path: str, body: bytes, status: int, param: str | None
 ) -> None:
     """The message says what the body must be."""
-    response = agent.admin.post(path, content=body)
+    response = agent.admin.post(path, content=body, headers={"content-type": "application/json; charset=utf-8"})
     assert response.status_code == status
     assert error_of(response)["param"] == param
+
+
+@pytest.mark.parametrize(
+    "content_type", [None, "text/plain", "application/x-www-form-urlencoded", "text/json; application/json"]
+)
+@pytest.mark.parametrize(("path", "body"), [("/drain", b'{"draining": true}'), ("/checkpoint", b'{"version": "v2"}')])
+def test_a_web_page_cannot_change_the_replica(agent: AgentProcess, path: str, body: bytes, content_type: str | None) -> None:
+    """What a browser sends to a local port without asking first is turned away; the message says which header to send."""
+    before = agent.status()
+    response = agent.admin.post(path, content=body, headers={"content-type": content_type} if content_type else {})
+    assert response.status_code == 415
+    assert "send the header content-type: application/json" in error_of(response)["message"]
+    assert agent.status() == before
 
 
 def test_draining_takes_the_replica_out_of_rotation_and_back(agent: AgentProcess) -> None:
@@ -260,6 +289,21 @@ def test_one_swap_at_a_time_and_requests_wait_through_it(models: Models) -> None
         assert (text, label) == agent.answer()
 
 
+def test_a_draining_replica_that_swaps_says_that_it_is_paused(models: Models) -> None:
+    """Its state is draining, but it is silent for the same good reason as one that is swapping."""
+    slow = (*FAST, "--weights-load-seconds", "20")
+    with AgentProcess(**{**models.settings, "engine_arguments": slow}) as agent:
+        assert not agent.reach(ReplicaState.READY).paused
+        agent.admin.post("/drain", json={"draining": True}).raise_for_status()
+        assert not agent.status().paused
+        swapping = threading.Thread(target=lambda: agent.swap("v2"))
+        swapping.start()
+        wait_until(lambda: agent.status().paused, 10, "the pause")
+        assert agent.status().state is ReplicaState.DRAINING
+        swapping.join()
+        assert (agent.status().paused, agent.status().checkpoint) == (False, "v2")
+
+
 def test_a_client_that_leaves_does_not_leave_the_engine_paused(models: Models) -> None:
     """The swap belongs to the agent; it ends without the one who asked for it."""
     slow = (*FAST, "--weights-load-seconds", "10")
@@ -269,6 +313,27 @@ def test_a_client_that_leaves_does_not_leave_the_engine_paused(models: Models) -
             agent.admin.post("/checkpoint", json={"version": "v2"}, timeout=0.3)
         wait_until(lambda: agent.status().checkpoint == "v2", 10, "the swap to end")
         assert agent.answer()[1] == "v2+1"
+
+
+@pytest.mark.parametrize(("spoil", "code"), [(loop_the_config, "unreadable"), (nest_the_config, "malformed")])
+def test_a_checkpoint_that_breaks_the_reader_does_not_touch_the_engine(
+    agent: AgentProcess, models: Models, tmp_path: Path, spoil: Callable[[Path], None], code: str
+) -> None:
+    """The swap is refused, the engine is the same process, and a stream that runs meanwhile is whole."""
+    write_sim_model(tmp_path, seed=9)
+    publish(tmp_path, store=models.store, model="sim", version=f"breaks-{code}")
+    spoil(models.folder(f"breaks-{code}"))
+    before = agent.status()
+    body = {"model": "sim", "prompt": "long", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with agent.engine.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        events = [next(lines)]
+        response = agent.swap(f"breaks-{code}")
+        events += [line for line in lines if line]
+    assert (response.status_code, error_of(response)["code"]) == (422, code)
+    assert response.json()["outcome"] == "refused"
+    assert (len(events), events[-1]) == (201, "data: [DONE]")
+    assert agent.status() == before
 
 
 def test_loading_that_fails_brings_the_former_weights_back(models: Models) -> None:
@@ -324,7 +389,16 @@ def test_a_killed_engine_comes_back_with_the_version_it_served(models: Models) -
         assert agent.metric("intellect_replica_engine_restarts_total") == 1
 
 
-def test_if_the_version_it_served_is_gone_nothing_is_served(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (flip_byte, "model.safetensors has sha256"),
+        (loop_the_config, "cannot read"),
+        (nest_the_config, "config.json is not valid JSON: it is nested too deeply"),
+    ],
+    ids=["changed byte", "loop of links", "deep JSON"],
+)
+def test_if_the_version_it_served_is_gone_nothing_is_served(tmp_path: Path, spoil: Callable[[Path], None], why: str) -> None:
     """Rather than falling back to the base silently, the replica fails and says why."""
     models = make_models(tmp_path)
     with AgentProcess(**models.settings) as agent:
@@ -332,11 +406,11 @@ def test_if_the_version_it_served_is_gone_nothing_is_served(tmp_path: Path) -> N
         agent.swap("v2").raise_for_status()
         pid = agent.status().engine_pid
         assert pid is not None
-        flip_byte(models.folder("v2"))
+        spoil(models.folder("v2"))
         os.kill(pid, signal.SIGKILL)
         status = agent.reach(ReplicaState.FAILED)
         assert status.reason is not None
-        assert "v2, which was served before, cannot be loaded again: model.safetensors has sha256" in status.reason
+        assert f"v2, which was served before, cannot be loaded again: {why}" in status.reason
         with pytest.raises(httpx.ConnectError):
             agent.engine.get("/health")
         assert agent.admin.get("/health").status_code == 200
@@ -363,6 +437,19 @@ def test_a_swap_that_cannot_be_says_what_is_missing(models: Models, settings: di
         response = agent.swap("v2")
         assert response.status_code == 422
         assert error_of(response)["code"] == code
+
+
+def test_an_engine_that_hangs_is_replaced(models: Models) -> None:
+    """kill -STOP of a serving engine: the agent notices, says so, and starts another one."""
+    with AgentProcess(**models.settings, restart=RestartPolicy(first_delay_s=0.05, hang_s=3)) as agent:
+        pid = agent.reach(ReplicaState.READY).engine_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: agent.status().engine_restarts == 1, 20, "the restart")
+        assert "It ran but did not answer for 3 s" in agent.log_text
+        assert agent.reach(ReplicaState.READY).engine_pid != pid
+        assert not psutil.pid_exists(pid)
+        assert agent.answer()
 
 
 def test_an_engine_that_dies_in_a_swap_comes_back_on_the_former_weights(models: Models) -> None:

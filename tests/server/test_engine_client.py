@@ -65,9 +65,9 @@ async def test_a_whole_swap_by_hand(engine: SimEngine, tmp_path: Path) -> None:
 async def test_an_engine_of_somebody_else_does_not_count_as_up(engine: SimEngine) -> None:
     """An engine that another agent left on the port is healthy, but it does not know this token."""
     async with connected(engine.url) as client:
-        assert await client.answers()
+        assert await client.answers(3.0)
     async with connected(engine.url, "another-token") as client:
-        assert not await client.answers()
+        assert not await client.answers(3.0)
         with pytest.raises(EngineRefused, match=r"/pause answered 403"):
             await client.pause()
 
@@ -82,7 +82,7 @@ async def test_an_error_of_the_engine_is_quoted(engine: SimEngine, tmp_path: Pat
 async def test_nothing_listens() -> None:
     """A dead engine is told apart from one that refuses."""
     async with connected(f"http://127.0.0.1:{free_port()}") as client:
-        assert not await client.answers()
+        assert not await client.answers(3.0)
         with pytest.raises(EngineUnreachable, match="/resume"):
             await client.resume()
 

@@ -128,6 +128,70 @@ def test_kill_9_of_either_half_of_the_leash_ends_everyone_at_once(family: Family
     family.assert_gone(SLACK_S)
 
 
+# A command whose child, made by multiprocessing, has a segment of shared memory that only their resource tracker removes.
+# Writes the segment's name and the pids of the three into the file in its first argument.
+SHARES = """
+import json, multiprocessing, os, sys, time
+from multiprocessing import resource_tracker, shared_memory
+def share(path, command):
+    memory = shared_memory.SharedMemory(create=True, size=4096)
+    with open(path + ".new", "w") as file:
+        json.dump([memory.name, command, os.getpid(), resource_tracker._resource_tracker._pid or os.getppid()], file)
+    os.rename(path + ".new", path)
+    time.sleep(1000)
+if __name__ == "__main__":
+    resource_tracker.ensure_running()
+    context = multiprocessing.get_context("fork")
+    context.Process(target=share, args=(sys.argv[1], os.getpid())).start()
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("victim", ["command", "inner", "outer", "lifeline"])
+def test_kill_9_leaves_no_shared_memory(tmp_path: Path, victim: str) -> None:
+    """Python's resource trackers outlive those whose segments they remove, and then end too."""
+    facts = tmp_path / "facts"
+    leash = [*LEASH, "--grace-s", "0.2", "--", sys.executable, "-c", SHARES, str(facts)]
+    with subprocess.Popen(leash, stdin=subprocess.PIPE) as outer:
+        try:
+            wait_until(facts.exists, 20, "the shared memory")
+            name, command, *pids = json.loads(facts.read_text())
+            processes = [psutil.Process(pid) for pid in (command, *pids)]
+            segment = Path("/dev/shm") / name
+            assert segment.exists()
+            assert "multiprocessing.resource_tracker" in processes[-1].cmdline()[-1]
+            match victim:
+                case "command":
+                    processes[0].kill()
+                case "inner":
+                    psutil.Process(outer.pid).children()[0].kill()
+                case "outer":
+                    outer.kill()
+                case "lifeline":
+                    assert outer.stdin is not None
+                    outer.stdin.close()
+            wait_until(lambda: not segment.exists(), SLACK_S, "the end of the shared memory")
+            wait_until(lambda: not any(map(is_alive, processes)), SLACK_S, "the end of everyone")
+        finally:
+            outer.kill()
+
+
+TRACKER = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)  # multiprocessing.resource_tracker"
+)
+
+
+def test_a_resource_tracker_that_hangs_is_killed(tmp_path: Path) -> None:
+    """It has a moment, not for ever."""
+    pid_file = tmp_path / "pid"
+    code = (
+        "import os, subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[2]]); "
+        "open(sys.argv[1], 'w').write(str(p.pid))"
+    )
+    assert run("--", sys.executable, "-c", code, str(pid_file), TRACKER).returncode == 0
+    assert not psutil.pid_exists(int(pid_file.read_text()))
+
+
 def test_kill_9_of_the_command_takes_its_descendants_along(family: Family) -> None:
     """What a crashed engine leaves behind does not hold its port or its memory."""
     family.command.kill()

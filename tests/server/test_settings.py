@@ -31,6 +31,7 @@ RANK = {"group": "g", "rank": 1, "size": 2, "local_rank": 1, "address": "10.0.0.
         (RestartPolicy, {"delay_s_max": 0.5}, "delay_s_max is 0.5"),
         (RestartPolicy, {"jitter": 2}, "jitter is 2"),
         (RestartPolicy, {"failures_max": 0}, "failures_max is 0"),
+        (RestartPolicy, {"hang_s": 0}, "hang_s is 0"),
         (SwapDeadlines, {"pause_s": 0}, "swap.pause_s is 0"),
     ],
 )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from server.presets import LaunchPlan
 from server.settings import RestartPolicy
-from server.supervisor import EnginePhase, FailureCount, GiveUp, LaunchRefused, Restart, Supervisor, on_exit
+from server.supervisor import EnginePhase, FailureCount, GiveUp, LaunchRefused, Restart, Silence, Supervisor, is_hang, on_exit
 from tests.waiting import await_until
 
 POLICY = RestartPolicy(first_delay_s=1, delay_s_max=10, jitter=0.0, healthy_s=60, failures_max=8)
@@ -55,6 +55,19 @@ def test_jitter_only_shortens(failures: int, jitter: float, seed: int) -> None:
     assert full * (1 - jitter) - 1e-9 <= outcome.delay_s <= full
 
 
+@pytest.mark.parametrize(
+    ("since", "probes", "hangs"),
+    [
+        (940.0, 2, True),  # 60 s
+        (940.1, 9, False),
+        (100.0, 1, False),  # the agent itself stood still while it asked
+    ],
+)
+def test_an_engine_hangs_when_it_was_silent_long_enough(since: float, probes: int, hangs: bool) -> None:
+    """Both count: the time, and that it was asked more than once."""
+    assert is_hang(Silence(since, probes), now=1000.0, policy=RestartPolicy(hang_s=60)) is hangs
+
+
 # --- real processes. Each engine writes its pid into a file once it "answers", and lives until it is told otherwise.
 
 UP = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); print('up', flush=True); time.sleep(1000)"
@@ -72,9 +85,13 @@ class Bench:
         self.planned = 0
         self.ready = 0
         self.start_timeout_s = start_timeout_s
+        self.is_mute = False
+        self.is_swapping = False
+        self.probes_while_mute = 0
         self.supervisor = Supervisor(
             make_plan=self.plan,
             probe=self.probe,
+            may_be_silent=lambda: self.is_swapping,
             on_ready=self.on_ready,
             policy=policy,
             clock=time.monotonic,
@@ -94,7 +111,10 @@ class Bench:
             stop_timeout_s=5.0,
         )
 
-    async def probe(self) -> bool:
+    async def probe(self, timeout_s: float) -> bool:
+        if self.is_mute:
+            self.probes_while_mute += 1
+            return False
         return self.marker.exists() and self.marker.read_text() != ""
 
     async def on_ready(self) -> None:
@@ -165,6 +185,34 @@ async def test_an_engine_that_hangs_at_start_is_ended_and_started_again(start: M
     await await_until(lambda: "did not answer within 2 s" in (bench.supervisor.reason or ""), 20, "the deadline")
     assert "loading" in (bench.supervisor.reason or "")
     await bench.reach(EnginePhase.RUNNING)
+
+
+HANGS_SOON = RestartPolicy(first_delay_s=0.05, jitter=0.0, failures_max=3, hang_s=0.3)
+
+
+async def test_an_engine_that_hangs_while_it_runs_is_ended_and_started_again(start: MakeBench) -> None:
+    """A process that lives but does not answer serves nobody; until it is given up, the phase stays RUNNING."""
+    bench = await start(UP, policy=HANGS_SOON)
+    await bench.reach_run(1)
+    first = bench.supervisor.pid
+    bench.is_mute = True
+    await await_until(lambda: bench.probes_while_mute > 0, 20, "a question without an answer")
+    assert bench.phase() is EnginePhase.RUNNING
+    await await_until(lambda: "did not answer for 0.3 s" in (bench.supervisor.reason or ""), 20, "the end of the patience")
+    bench.is_mute = False
+    await bench.reach_run(2)
+    assert bench.supervisor.pid not in (None, first)
+
+
+async def test_an_engine_may_be_silent_while_it_swaps(start: MakeBench) -> None:
+    """Loading weights can keep it from answering for longer."""
+    bench = await start(UP, policy=HANGS_SOON)
+    await bench.reach_run(1)
+    bench.is_swapping = bench.is_mute = True
+    await await_until(lambda: bench.probes_while_mute >= 10, 20, "ten questions without an answer")
+    assert bench.phase() is EnginePhase.RUNNING
+    bench.is_swapping = bench.is_mute = False
+    await await_until(lambda: bench.supervisor.starts == 1 and bench.phase() is EnginePhase.RUNNING, 1, "the same run")
 
 
 async def test_waiting_for_the_next_start_ends_when_the_agent_stops(start: MakeBench) -> None:

@@ -145,14 +145,30 @@ async def test_a_failure_on_the_way_back_is_said_and_goes_no_further(how: str, b
     assert "restore: " in report.reason
 
 
-async def test_an_unexpected_error_is_not_swallowed() -> None:
-    """Only the engine's and the checkpoint's faults are part of a swap."""
+@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), RecursionError("too deep"), OSError(40, "a loop")])
+async def test_an_unexpected_error_of_the_verification_is_a_refusal(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine was not touched and serves on; the log has the traceback."""
 
     async def verify() -> None:
-        raise ZeroDivisionError
+        raise error
+
+    engine = ScriptedEngine()
+    report = await run(engine, verify=verify)
+    assert engine.calls == []
+    assert (report.outcome, report.version, report.code) == (SwapOutcome.REFUSED, "v1", "internal")
+    assert type(error).__name__ in (report.reason or "")
+    assert "in verify\n    raise error" in caplog.text
+
+
+async def test_an_unexpected_error_of_the_engines_client_is_not_swallowed() -> None:
+    """Nobody knows then what the engine holds."""
+
+    class Broken(ScriptedEngine):
+        async def load(self, weights: str) -> None:
+            raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        await run(ScriptedEngine(), verify=verify)
+        await run(Broken())
 
 
 # --- on the simulated engine, over HTTP
