@@ -30,7 +30,8 @@ class ClientConnection(HttpToolsProtocol):
     on_lost: Callable[[], object] | None = None  # called once if the client goes while a request of its is running
     is_lost = False
     _is_in_head = True
-    _head_bytes = 0
+    _heads = 0  # requests whose head is complete
+    _head_bytes = 0  # of a head that is not
     _head_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -43,12 +44,12 @@ class ClientConnection(HttpToolsProtocol):
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
-        was_in_head = self._is_in_head
+        was_in_head, heads = self._is_in_head, self._heads
         if was_in_head and data.find(b"h2c", 0, HEAD_BYTES_MAX) >= 0:
             head, end, body = data.partition(b"\r\n\r\n")
             data = _UPGRADE_OFFER.sub(b"", head + b"\r\n").removesuffix(b"\r\n") + end + body if end else data
         super().data_received(data)
-        if self._is_in_head and was_in_head:
+        if was_in_head and self._is_in_head and self._heads == heads:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
                 self._refuse(431, f"The headers of the request are longer than {HEAD_BYTES_MAX} bytes.")
@@ -61,6 +62,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
+        self._heads += 1
         self._head_bytes = 0
         self._stop_head_timer()
         super().on_headers_complete()

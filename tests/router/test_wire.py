@@ -350,6 +350,34 @@ async def test_a_status_that_no_answer_can_have_is_a_502(engine: ScriptedEngine,
     assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 502
 
 
+@pytest.mark.parametrize("kilobytes", [60, 100, 1000, 30_000])
+async def test_a_long_prompt_passes(engine: ScriptedEngine, client: httpx.AsyncClient, kilobytes: int) -> None:
+    """Bodies up to the limit reach the engine whole, one after the other on one connection."""
+
+    async def script(request: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_answer({"received": len(request.body)}))
+
+    engine.script = script
+    body = json.dumps({"model": MODEL, "prompt": "x" * kilobytes * 1000}).encode()
+    for _ in range(2):
+        response = await client.post("/v1/completions", content=body)
+        assert (response.status_code, response.json()) == (200, {"received": len(body)})
+
+
+async def test_a_body_above_the_limit_is_a_413(engine: ScriptedEngine, client: httpx.AsyncClient) -> None:
+    """It is refused by its announced length, or, if it announces none, when it grows too long."""
+    too_long = 33 * 1024 * 1024
+
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(too_long // 65536):
+            yield b"x" * 65536
+
+    for content in (b"x" * too_long, endless()):
+        response = await client.post("/v1/completions", content=content)
+        assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
+    assert engine.requests == []
+
+
 async def raw(router: RouterProcess, request: bytes, *, then: bytes = b"") -> bytes:
     """Everything that the router answers to these bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rsplit(":", 1)[1]))
