@@ -1,4 +1,4 @@
-"""Header names that our processes agree on, as lower-case bytes, and which headers a proxy must not forward."""
+"""Header names that our processes agree on, as lower-case bytes."""
 
 REQUEST_ID = b"x-request-id"
 PROCESSING_MS = b"openai-processing-ms"
@@ -10,18 +10,3 @@ CHECKPOINT = b"x-intellect-checkpoint"
 REPLICA = b"x-intellect-replica"
 # Opens the engine's development routes (server.guard).
 ENGINE_TOKEN = b"x-intellect-engine-token"
-
-# RFC 9110 section 7.6.1: they describe one connection, so they end at each hop.
-HOP_BY_HOP = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    }
-)

@@ -16,11 +16,12 @@ from router.reply import Reply
 
 # An engine's error answer is read whole, to be put into OpenAI's shape; none is longer than this.
 ERROR_BODY_BYTES_MAX = 1024 * 1024
-_KEY_MESSAGE = "The replica does not take this service's key; its operator must check --upstream-key."
 # A JSON answer up to this length is read whole before anything is sent: if it breaks, another replica can still answer.
 WHOLE_BODY_BYTES_MAX = 1024 * 1024
 # One in which the model is renamed must be.
 RENAMED_BODY_BYTES_MAX = 64 * 1024 * 1024
+
+_KEY_MESSAGE = "The replica does not take this service's key; its operator must check --upstream-key."
 
 
 async def relay(
