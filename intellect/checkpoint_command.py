@@ -20,8 +20,8 @@ from intellect.problem import Problem, UsageProblem
 
 if TYPE_CHECKING:
     from intellect.admin_client import ReplicaReport
+    from protocol.checkpoint_files import Progress
     from protocol.manifest import Manifest
-    from protocol.store import Progress
 
 STORE_DEFAULT = Places(STATE_DIR_DEFAULT).store
 ADMIN_DEFAULT = "http://127.0.0.1:8001"
@@ -57,7 +57,8 @@ def publish(
     as_json: Json = False,
 ) -> None:
     """Copy a model folder into the store as a new version, and seal it."""
-    from protocol import store as checkpoints
+    from protocol import publisher
+    from protocol.checkpoint_files import version_folder
     from protocol.manifest import CheckpointError
 
     existing_folder("SRC_DIR", source)
@@ -65,7 +66,7 @@ def publish(
     started = time.monotonic()
     try:
         with _progress("copying", shown=not as_json) as progress:
-            manifest = checkpoints.publish(
+            manifest = publisher.publish(
                 source.expanduser(),
                 store=folder,
                 model=model,
@@ -78,7 +79,7 @@ def publish(
         raise Problem(str(error)) from error
     seconds = time.monotonic() - started
     if as_json:
-        path = str(checkpoints.version_folder(folder, model, version))
+        path = str(version_folder(folder, model, version))
         _print_json({**_summary(manifest), "folder": path, "seconds": round(seconds, 3)})
     else:
         typer.echo(

@@ -1,6 +1,6 @@
 """A checkpoint's manifest: what a published version holds, so that a reader can verify it before loading it.
 
-Pure: encoding, names, and the comparison of two tensor layouts. Reading and writing folders is protocol.store's.
+Pure: encoding, names, and the comparison of two tensor layouts. Folders are protocol.store's and protocol.publisher's.
 """
 
 import enum

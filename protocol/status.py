@@ -51,7 +51,7 @@ class SwapReport(msgspec.Struct, frozen=True, kw_only=True):
     requested: str
     seconds: float
     phases: dict[str, float] = {}  # seconds spent in each phase of the swap, in order
-    code: str | None = None  # protocol.store.Fault or a word of the swap's own, for programs
+    code: str | None = None  # protocol.manifest.Fault or a word of the swap's own, for programs
     reason: str | None = None  # for people
 
 

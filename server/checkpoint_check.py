@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from protocol.checkpoint_files import read_layout
 from protocol.manifest import CheckpointError, Fault, check_loadable
 from protocol.safetensors_header import TensorSpec
-from protocol.store import read_layout, verify
+from protocol.store import verify
 
 
 class SwapRefused(Exception):

@@ -14,8 +14,8 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Response
 
+from protocol.publisher import publish
 from protocol.status import ReplicaState, ReplicaStatus, SwapOutcome, SwapReport
-from protocol.store import publish
 from server.sim_model import write_sim_model
 from tests.ports import free_port
 from tests.router.process import RouterProcess, start_router

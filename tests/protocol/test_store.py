@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from protocol.checkpoint_files import read_layout, version_folder
 from protocol.manifest import MANIFEST_FILE, STABLE_FILE, CheckpointError, Fault, Manifest
-from protocol.store import models, publish, read_layout, read_manifest, verify, version_folder, versions
+from protocol.publisher import publish
+from protocol.store import models, read_manifest, verify, versions
 from tests.protocol.folders import float32, write_model, write_raw, write_safetensors
 
 MODEL = "tiny"
@@ -231,7 +233,7 @@ def test_of_many_writers_exactly_one_wins(source: Path, store: Path, unsealed: b
 def test_what_a_killed_writer_staged_is_swept(source: Path, store: Path) -> None:
     """The next publication of the model removes it; what living writers and other machines have staged stays."""
     code = (
-        "import sys, os, signal; from pathlib import Path; from protocol.store import publish; "
+        "import sys, os, signal; from pathlib import Path; from protocol.publisher import publish; "
         "publish(Path(sys.argv[1]), store=Path(sys.argv[2]), model='tiny', version='v1', "
         "progress=lambda *_: os.kill(os.getpid(), signal.SIGKILL))"
     )

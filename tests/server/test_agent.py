@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from protocol.manifest import MANIFEST_FILE, STABLE_FILE
+from protocol.publisher import publish
 from protocol.status import ReplicaState, SwapOutcome, SwapReport
-from protocol.store import publish
 from server.agent import run_agent
 from server.agent_api import swap_status
 from server.replica import replica_state

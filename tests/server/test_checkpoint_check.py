@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from protocol.checkpoint_files import read_layout
 from protocol.manifest import CheckpointError, Fault
-from protocol.store import publish, read_layout
+from protocol.publisher import publish
 from server.checkpoint_check import SwapRefused, base_layout, verify_version
 from server.sim_model import write_sim_model
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol.store import publish, read_layout
+from protocol.checkpoint_files import read_layout
+from protocol.publisher import publish
 from server.model_source import (
     DEFAULT_MODEL,
     ModelUnavailable,
