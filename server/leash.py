@@ -88,7 +88,10 @@ def _execute(command: list[str], holder: int, prctl: Prctl) -> NoReturn:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != holder:
             os._exit(128 + signal.SIGKILL)  # it died before the request above took effect
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; an ignored signal survives exec
+        # An ignored signal survives exec: Python ignores SIGPIPE, and a shell has the commands it puts into the background
+        # ignore SIGINT, which the command must take if we forward it.
+        for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
         os.execvp(command[0], command)
     except OSError as error:

@@ -61,7 +61,9 @@ class Family:
         self.pids_file = folder / "pids"
         command = [sys.executable, "-c", FAMILY, str(self.pids_file), *(["stubborn"] if stubborn else [])]
         leash = [*LEASH, "--grace-s", str(grace_s), "--", *command]
-        code = f"import subprocess as s; p = s.Popen({leash!r}, stdin=s.PIPE); print(p.pid, flush=True); p.wait()"
+        # As a shell starts what it puts into the background: ignoring SIGINT.
+        ignore = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+        code = f"{ignore}; import subprocess as s; p = s.Popen({leash!r}, stdin=s.PIPE); print(p.pid, flush=True); p.wait()"
         self.starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         assert self.starter.stdout is not None
         self.outer = psutil.Process(int(self.starter.stdout.readline()))
