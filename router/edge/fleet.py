@@ -70,13 +70,21 @@ class Fleet:
         self.table.observe(replica, *after_refused(reason))
 
     async def run(self) -> None:
-        """Ends silent answers and expired connections, about once a second, until cancelled."""
+        """Sweeps about once a second, until cancelled."""
         while True:
             await asyncio.sleep(1.0)
-            replicas = [*self.table.all(), *self.table.departing()]
-            paused = {replica.endpoint for replica in replicas if replica.is_paused}
-            for endpoint, pool in self._pools.items():
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Ends silent answers and expired connections, and forgets the engines that no replica has any more."""
+        replicas = [*self.table.all(), *self.table.departing()]
+        known = {replica.endpoint for replica in replicas}
+        paused = {replica.endpoint for replica in replicas if replica.is_paused}
+        for endpoint, pool in list(self._pools.items()):
+            if endpoint in known:
                 pool.sweep(is_paused=endpoint in paused)
+            else:
+                self._pools.pop(endpoint).close()
 
     def close(self) -> None:
         for watch in self._watches.values():

@@ -59,6 +59,20 @@ async def client(running: RouterProcess) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
+async def receive_until_broken(client: httpx.AsyncClient) -> bytes:
+    """What a streaming client has got when its connection breaks off; fails if it ends cleanly."""
+    received = bytearray()
+
+    async def receive() -> None:
+        async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
+            async for part in response.aiter_raw():
+                received.extend(part)
+
+    with pytest.raises(httpx.RemoteProtocolError):
+        await receive()
+    return bytes(received)
+
+
 def event(content: str) -> bytes:
     return f"data: {json.dumps({'model': MODEL, 'choices': [{'delta': {'content': content}}]})}\n\n".encode()
 
@@ -217,16 +231,8 @@ async def test_a_stream_cut_by_the_engine_ends_in_an_error_event_and_a_broken_co
             writer.close()
 
     engine.script = script
-    received = bytearray()
-
-    async def receive() -> None:
-        async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
-            async for part in response.aiter_raw():
-                received.extend(part)
-
-    with pytest.raises(httpx.RemoteProtocolError):
-        await receive()
-    first, error = bytes(received).rstrip().split(b"\n\n")
+    received = await receive_until_broken(client)
+    first, error = received.rstrip().split(b"\n\n")
     assert first + b"\n\n" == event("half")
     assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "server_error"
     assert b"[DONE]" not in received
@@ -281,16 +287,8 @@ async def test_a_stream_that_the_engine_gave_up_does_not_end_as_if_it_were_whole
         writer.write(SSE_HEAD + chunked(event("half") + failure, DONE) + LAST_CHUNK)
 
     engine.script = script
-    received = bytearray()
-
-    async def receive() -> None:
-        async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
-            async for part in response.aiter_raw():
-                received.extend(part)
-
-    with pytest.raises(httpx.RemoteProtocolError):
-        await receive()
-    half, error = bytes(received).rstrip().split(b"\n\n")
+    received = await receive_until_broken(client)
+    half, error = received.rstrip().split(b"\n\n")
     assert half + b"\n\n" == event("half")
     detail = json.loads(error.removeprefix(b"data: "))["error"]
     assert message in detail["message"]
