@@ -8,6 +8,7 @@ import typer
 
 from intellect.help_text import epilog
 from intellect.problem import UsageProblem
+from router.config import ContinuationMode
 from router.policy.choose import PolicyName
 
 EPILOG = epilog(
@@ -41,6 +42,13 @@ def router(
         list[str] | None, typer.Option(help="Web origin that browsers may call from; repeat for several.")
     ] = None,
     health_interval: Annotated[float | None, typer.Option(help="Seconds between probes of a replica [1].")] = None,
+    stall_after: Annotated[
+        float | None, typer.Option(help="Seconds without a step until an engine counts as stalled [3].")
+    ] = None,
+    keep_alive: Annotated[float | None, typer.Option(help="Seconds of silence between comments in a stream [10].")] = None,
+    continuation: Annotated[
+        ContinuationMode | None, typer.Option(help="Streams whose replica fails go on from another where that is safe [safe].")
+    ] = None,
     max_body_bytes: Annotated[int | None, typer.Option(help="Longest request body taken.")] = None,
     debug_headers: Annotated[bool, typer.Option("--debug-headers", help="Name the replica in x-intellect-replica.")] = False,
     config: Annotated[Path | None, typer.Option(help="TOML file with a table [router]; variables and flags win.")] = None,
@@ -71,6 +79,9 @@ def router(
         "served_model_name": served_model_name,
         "cors_origin": tuple(cors_origin) if cors_origin else None,
         "health_interval_s": health_interval,
+        "stall_after_s": stall_after,
+        "keep_alive_s": keep_alive,
+        "continuation": continuation,
         "max_body_bytes": max_body_bytes,
         "debug_headers": debug_headers or None,
     }

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from intellect.stack.plan import StackOptions, StackPlan
     from server.model_source import ResolvedModel
 
+# Seconds; see the router's setting stall_after_s.
+CPU_STALL_AFTER_S = 30.0
+
 EPILOG = epilog(
     "intellect up",
     "intellect up --model ~/models/my-model --replicas 1 --port 9000 --admin-port 9001",
@@ -97,6 +100,10 @@ def up(
         places=where,
         router_flags=(
             *("--policy", settings.policy),
+            *("--continuation", settings.continuation),
+            *("--keep-alive", str(settings.keep_alive_s)),
+            # One step of an engine on a CPU may take seconds: the prefill of a long prompt.
+            *("--stall-after", str(max(settings.stall_after_s, CPU_STALL_AFTER_S if launch == "cpu" else 0))),
             *(("--require-keys",) if settings.require_keys else ()),
             *(("--allow-anonymous",) if settings.allow_anonymous else ()),
         ),

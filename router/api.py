@@ -1,111 +1,144 @@
-"""The public port: a plain ASGI application, so that the hot routes cost nothing but themselves.
+"""The public port's routes.
 
 Default-deny: a path that is not listed here is answered 404 and never reaches an engine. Decisions are made on the decoded
-path (`scope["path"]`), by exact match.
+path, by exact match.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from protocol import headers as names
-from protocol.errors import encode_error
+from protocol.openai import Surface
 from router.auth import UNAUTHORIZED_MESSAGE, StaticKeys
 from router.cors import Cors
-from router.edge.access_log import AccessLog, AccessRecord, NoAccessLog
-from router.edge.metrics import RouterMetrics
-from router.exchange import Headers, Receive, Scope, Send, client_request_id
+from router.edge.client import ClientConnection, Refusal, Request
+from router.exchange import client_request_id
 from router.outcome import Outcome
 from router.proxy import Proxy
+from router.reply import ANTHROPIC
+from router.request_body import GZIP
 from router.state.replicas import ReplicaTable
+from router.stored_responses import parse_path
 
-PROXIED = frozenset({"/v1/chat/completions", "/v1/completions"})
+PROXIED = {surface.value: surface for surface in Surface}
 MODELS = "/v1/models"
 _MODEL_PREFIX = MODELS + "/"
+_OPEN = frozenset({"/health", "/ready"})
+_PLAIN = frozenset({"/health", "/ready", "/openapi.json", MODELS})
 
 
 class Api:
+    """The service behind the public port (`edge.client.Service`)."""
+
     def __init__(
         self,
         *,
         proxy: Proxy,
         table: ReplicaTable,
-        metrics: RouterMetrics,
-        access_log: AccessLog | NoAccessLog,
         keys: StaticKeys,
         cors: Cors,
         alias: str | None,
         started_unix: int,
+        document: bytes,
         new_id: Callable[[], str],
     ) -> None:
         self._proxy = proxy
         self._table = table
-        self._metrics = metrics
-        self._access_log = access_log
         self._keys = keys
         self._cors = cors
         self._alias = alias
         self._started_unix = started_unix
+        self._document = document  # OpenAPI's
         self._new_id = new_id
         self.is_draining = False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})
-            return
-        path: str = scope["path"]
-        method: str = scope["method"]
-        extra = self._cors.headers(scope["headers"])
-        if path in PROXIED and method == "POST":
-            if self._keys.allows(scope["headers"]):
-                await self._proxy.handle(scope, receive, send, extra)
-            else:
-                await self._refuse(scope, send, extra, 401, UNAUTHORIZED_MESSAGE, Outcome.REJECTED_UNAUTHORIZED)
-            return
-        await self._serve_rest(scope, send, path, method, extra)
+    def admit(self, request: Request) -> Refusal | None:
+        path, method, headers = request.path, request.method, request.headers
+        surface = PROXIED.get(path)
+        if surface is None or method != "POST":
+            return self._admit_rest(request)
+        if not self._keys.allows(headers, takes_x_api_key=surface in ANTHROPIC):
+            return _UNAUTHORIZED
+        kind = headers.get(b"content-type")
+        if kind is not None and kind.partition(b";")[0].strip().lower() != b"application/json":
+            return Refusal(415, "The body must be JSON; send it with 'Content-Type: application/json'.")
+        coding = headers.get(b"content-encoding")
+        if coding is not None and coding.strip().lower() not in (GZIP, b"identity"):
+            message = f"Content-Encoding '{coding.decode('latin-1')[:40]}' is not accepted; send the JSON as it is, or gzip it."
+            return Refusal(415, message)
+        return None
 
-    async def _serve_rest(self, scope: Scope, send: Send, path: str, method: str, extra: Headers) -> None:
+    def _admit_rest(self, request: Request) -> Refusal | None:
+        path, method = request.path, request.method
         allowed = _allowed_methods(path)
         if allowed is None:
             hint = f"did you mean /v1{path}?" if _allowed_methods(f"/v1{path}") else "this service has no such path."
-            message = f"Invalid URL ({method} {path}); {hint}"
-            await self._refuse(scope, send, extra, 404, message, Outcome.REJECTED_INVALID, code="unknown_url")
-        elif method == "OPTIONS" and (preflight := self._cors.preflight(scope["headers"], allowed)) is not None:
-            await _send(send, 204, preflight, b"", method)
-        elif method not in allowed.split(", "):
-            extra = [*extra, (b"allow", allowed.encode())]
-            message = f"{path} does not take {method}; it takes {allowed}."
-            await self._refuse(scope, send, extra, 405, message, Outcome.REJECTED_INVALID, code="method_not_allowed")
-        elif path == "/health":
-            await self._send_json(scope, send, extra, 200, {"status": "ok"})
-        elif path == "/ready":
-            await self._serve_ready(scope, send, extra)
-        elif not self._keys.allows(scope["headers"]):
-            await self._refuse(scope, send, extra, 401, UNAUTHORIZED_MESSAGE, Outcome.REJECTED_UNAUTHORIZED)
-        elif path == MODELS:
-            cards = [self._model_card(name) for name in self._model_names()]
-            await self._send_json(scope, send, extra, 200, {"object": "list", "data": cards})
-        else:
-            await self._serve_model(scope, send, path.removeprefix(_MODEL_PREFIX), extra)
+            return Refusal(404, f"Invalid URL ({method} {path[:200]}); {hint}", code="unknown_url")
+        if method == "OPTIONS" and self._cors.preflight(request.headers, allowed) is not None:
+            return None
+        if method not in allowed.split(", "):
+            message = f"{path[:200]} does not take {method}; it takes {allowed}."
+            return Refusal(405, message, code="method_not_allowed", allow=allowed)
+        if path not in _OPEN and not self._keys.allows(request.headers):
+            return _UNAUTHORIZED
+        return None
 
-    async def _serve_ready(self, scope: Scope, send: Send, extra: Headers) -> None:
+    def refuse(self, request: Request, connection: ClientConnection, refusal: Refusal) -> None:
+        extra = self._cors.lines(request.headers)
+        if refusal.allow is not None:
+            extra += b"allow: %b\r\n" % refusal.allow.encode()
+        if refusal.status == 401:
+            extra += b"www-authenticate: Bearer\r\n"
+        if refusal.status == 415:
+            extra += b"accept-encoding: gzip\r\n"
+        surface = PROXIED.get(request.path)
+        route = "other" if surface is None else surface.value
+        self._proxy.refuse(surface or Surface.CHAT, route, request, connection, refusal, extra)
+
+    async def serve(self, request: Request, connection: ClientConnection) -> None:
+        path = request.path
+        extra = self._cors.lines(request.headers)
+        surface = PROXIED.get(path)
+        if surface is not None and request.method == "POST":
+            await self._proxy.handle(surface, request, connection, extra)
+        elif request.method == "OPTIONS":
+            connection.respond(204, self._cors.preflight(request.headers, _allowed_methods(path) or "") or b"", b"")
+        elif (stored := parse_path(path)) is not None:
+            await self._proxy.handle_stored(stored[0], request, connection, extra, cancels=stored[1])
+        else:
+            self._serve_own(request, connection, extra)
+
+    def _serve_own(self, request: Request, connection: ClientConnection, extra: bytes) -> None:
+        status = 200
+        value: object
+        match request.path:
+            case "/health":
+                value = {"status": "ok"}
+            case "/ready":
+                status, value = self._readiness()
+            case "/openapi.json":
+                self._send(request, connection, extra, 200, self._document)
+                return
+            case "/v1/models":
+                value = {"object": "list", "data": [self._model_card(name) for name in self._model_names()]}
+            case path:
+                name = path.removeprefix(_MODEL_PREFIX)
+                if name not in self._model_names():
+                    message = f"The model '{name[:200]}' does not exist; GET {MODELS} lists what is served."
+                    self.refuse(request, connection, Refusal(404, message, code="model_not_found", param="model"))
+                    return
+                value = self._model_card(name)
+        self._send(request, connection, extra, status, msgspec.json.encode(value))
+
+    def _readiness(self) -> tuple[int, dict[str, Any]]:
         if self.is_draining:
-            await self._send_json(scope, send, extra, 503, {"status": "draining"})
-        elif self._table.is_ready:
-            await self._send_json(scope, send, extra, 200, {"status": "ready"})
-        else:
-            problems = {replica.id: _first_line(replica.observed.problem or replica.health) for replica in self._table.all()}
-            await self._send_json(scope, send, extra, 503, {"status": "no replica is ready", "replicas": problems})
-
-    async def _serve_model(self, scope: Scope, send: Send, name: str, extra: Headers) -> None:
-        if name in self._model_names():
-            await self._send_json(scope, send, extra, 200, self._model_card(name))
-            return
-        message = f"The model '{name}' does not exist; GET {MODELS} lists what is served."
-        await self._refuse(scope, send, extra, 404, message, Outcome.REJECTED_INVALID, code="model_not_found", param="model")
+            return 503, {"status": "draining"}
+        if self._table.is_ready:
+            return 200, {"status": "ready"}
+        problems = {replica.id: _first_line(replica.observed.problem or replica.health) for replica in self._table.all()}
+        return 503, {"status": "no replica is ready", "replicas": problems}
 
     def _model_names(self) -> list[str]:
         """From the last good word of each replica, so that one that restarts takes no model off the list."""
@@ -121,61 +154,27 @@ class Api:
             card["max_model_len"] = min(lengths)
         return card
 
-    async def _send_json(self, scope: Scope, send: Send, extra: Headers, status: int, value: object) -> None:
-        headers = [(b"content-type", b"application/json"), (names.REQUEST_ID, self._request_id(scope)), *extra]
-        await _send(send, status, headers, msgspec.json.encode(value), scope["method"])
+    def _send(self, request: Request, connection: ClientConnection, extra: bytes, status: int, body: bytes) -> None:
+        request_id = client_request_id(request.headers) or "req_" + self._new_id()
+        block = b"content-type: application/json\r\n%b: %b\r\n%b" % (names.REQUEST_ID, request_id.encode(), extra)
+        connection.respond(status, block, body)
 
-    async def _refuse(
-        self,
-        scope: Scope,
-        send: Send,
-        extra: Headers,
-        status: int,
-        message: str,
-        outcome: Outcome,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-    ) -> None:
-        request_id = self._request_id(scope)
-        route = scope["path"] if scope["path"] in PROXIED else "other"
-        self._metrics.request_ended(route, "", outcome, 0.0)
-        self._access_log.write(
-            AccessRecord(
-                time=time.time(),
-                request_id=request_id.decode(),
-                route=route,
-                outcome=outcome,
-                status=status,
-                duration_ms=0.0,
-            )
-        )
-        if status == 401:
-            extra = [*extra, (b"www-authenticate", b"Bearer")]
-            code = "invalid_api_key"
-        headers = [(b"content-type", b"application/json"), (names.REQUEST_ID, request_id), *extra]
-        await _send(send, status, headers, encode_error(status, message, code=code, param=param), scope["method"])
 
-    def _request_id(self, scope: Scope) -> bytes:
-        return (client_request_id(scope["headers"]) or f"req_{self._new_id()}").encode()
+_UNAUTHORIZED = Refusal(401, UNAUTHORIZED_MESSAGE, Outcome.REJECTED_UNAUTHORIZED, code="invalid_api_key")
 
 
 def _allowed_methods(path: str) -> str | None:
     """For the `Allow` header; None for a path that does not exist."""
     if path in PROXIED:
         return "POST"
-    if path in ("/health", "/ready", MODELS) or (path.startswith(_MODEL_PREFIX) and path != _MODEL_PREFIX):
+    if path in _PLAIN or (path.startswith(_MODEL_PREFIX) and path != _MODEL_PREFIX):
         return "GET, HEAD"
+    stored = parse_path(path)
+    if stored is not None:
+        return "POST" if stored[1] else "GET"
     return None
 
 
 def _first_line(problem: str) -> str:
     """Without what follows: an engine's own log lines are for operators, and this route needs no key."""
     return problem.partition("\n")[0][:200]
-
-
-async def _send(send: Send, status: int, headers: Headers, body: bytes, method: str) -> None:
-    if status != 204:
-        headers = [*headers, (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": b"" if method == "HEAD" else body, "more_body": False})

@@ -5,13 +5,13 @@ import contextlib
 import logging
 import random
 import resource
-import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +21,29 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from router.admin import build_admin
+from router.admission.retry_budget import RetryBudget
 from router.api import Api
+from router.attempts import Retries
 from router.auth import StaticKeys
-from router.config import ConfigError, RouterSettings
+from router.config import ConfigError, ContinuationMode, ModelSettings, RouterSettings
 from router.cors import Cors
 from router.edge.access_log import AccessLog, NoAccessLog
 from router.edge.agent_client import ControlClient
-from router.edge.client import ClientConnection
 from router.edge.discovery import follow_file
 from router.edge.fleet import Fleet, replica_id_of
+from router.edge.listener import SWEEP_S, Listener
 from router.edge.metrics import RouterMetrics
 from router.edge.upstream import Timeouts
+from router.forwarding import ForwardingParts, ForwardingSettings
+from router.ids import Ids
+from router.openapi import document
 from router.policy.choose import make_policy
 from router.proxy import Proxy
-from router.request_body import BodyLimits
 from router.rollout_runner import RolloutRunner
 from router.state.replicas import ReplicaTable
 from router.state.rollouts import Rollouts
 
 log = logging.getLogger(__name__)
-
-LISTEN_BACKLOG = 2048
-# Longer than clients' own pools keep a connection, so that the client closes it and no request meets a closed one.
-CLIENT_KEEP_ALIVE_S = 75
 
 
 class _Server(uvicorn.Server):
@@ -86,9 +86,18 @@ async def _run(
     table = ReplicaTable()
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry, table)
+    new_id = Ids()
     async with httpx.AsyncClient(trust_env=False) as http, asyncio.TaskGroup() as tasks:
         control = ControlClient(http, agent_token=settings.agent_token, upstream_key=settings.upstream_key)
-        fleet = Fleet(table, control, interval_s=settings.health_interval_s, timeouts=_timeouts(settings), tasks=tasks)
+        fleet = Fleet(
+            table,
+            control,
+            interval_s=settings.health_interval_s,
+            stall_after_s=settings.stall_after_s,
+            connect_timeout_s=settings.connect_timeout_s,
+            sweep_s=min(SWEEP_S, settings.keep_alive_s / 2),
+            tasks=tasks,
+        )
         rollouts = Rollouts()
         runner = RolloutRunner(
             rollouts=rollouts,
@@ -99,27 +108,14 @@ async def _run(
             clock=time.monotonic,
             new_id=new_id,
         )
-        proxy = Proxy(
-            fleet=fleet,
-            policy=make_policy(settings.policy, random.Random()),
-            metrics=metrics,
-            access_log=access_log,
-            body_limits=BodyLimits(settings.max_body_bytes, settings.body_timeout_s),
-            attempts_max=settings.max_attempts,
-            upstream_key=settings.upstream_key,
-            alias=settings.served_model_name,
-            show_replica=settings.debug_headers,
-            new_id=new_id,
-        )
         api = Api(
-            proxy=proxy,
+            proxy=Proxy(_forwarding_parts(settings, fleet, metrics), access_log=access_log, new_id=new_id),
             table=table,
-            metrics=metrics,
-            access_log=access_log,
             keys=StaticKeys(settings.api_key),
             cors=Cors(settings.cors_origin),
             alias=settings.served_model_name,
             started_unix=int(time.time()),
+            document=document(version("intellect-serve")),
             new_id=new_id,
         )
         admin_app = build_admin(
@@ -134,22 +130,24 @@ async def _run(
             fleet.add(url)
         if not settings.replica and settings.replica_file is None:
             log.warning("no replicas yet: give --replica or --replica-file, or add one with POST /admin/replicas")
-        background = [tasks.create_task(fleet.run(), name="sweep")]
+        listener = Listener(api, body_bytes_max=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s)
+        background = [
+            tasks.create_task(fleet.run(), name="sweep of the engines"),
+            tasks.create_task(listener.run(), name="sweep of the clients"),
+        ]
         if settings.replica_file is not None:
             following = follow_file(fleet, Path(settings.replica_file), settings.health_interval_s)
             background.append(tasks.create_task(following, name="replica file"))
-        public_server = _Server(_public_config(api, settings))
         admin_server = _Server(_admin_config(admin_app))
         stop = _stop_event()
-        serving = tasks.create_task(public_server.serve([public]), name="public port")
+        await listener.open(public)
         administering = tasks.create_task(admin_server.serve([admin]), name="admin port")
         log.info("serving on http://%s:%d, admin on http://%s:%d", *public.getsockname()[:2], *admin.getsockname()[:2])
 
         await stop.wait()
         log.info("draining: requests in flight have %g s to finish", settings.drain_timeout_s)
         api.is_draining = True
-        public_server.should_exit = True
-        await serving
+        await listener.drain(settings.drain_timeout_s)
         admin_server.should_exit = True
         await administering
         for task in background:
@@ -158,28 +156,36 @@ async def _run(
         fleet.close()
 
 
-def new_id() -> str:
-    """128 random bits in hexadecimal: unique over all routers in front of the same engines."""
-    return secrets.token_hex(16)
+def _forwarding_parts(settings: RouterSettings, fleet: Fleet, metrics: RouterMetrics) -> ForwardingParts:
+    engine_headers = b"content-type: application/json\r\n"
+    if settings.upstream_key is not None:
+        engine_headers += b"authorization: Bearer %b\r\n" % settings.upstream_key.encode()
+    return ForwardingParts(
+        fleet=fleet,
+        policy=make_policy(settings.policy, random.Random()),
+        retries=Retries(RetryBudget(), attempts_max=settings.max_attempts),
+        metrics=metrics,
+        settings=ForwardingSettings(
+            body_bytes_max=settings.max_body_bytes,
+            alias=settings.served_model_name,
+            shows_replica=settings.debug_headers,
+            continues=settings.continuation is ContinuationMode.SAFE,
+            keep_alive_s=settings.keep_alive_s,
+            timeouts=_timeouts(settings, ModelSettings()),
+            model_timeouts={model: _timeouts(settings, special) for model, special in settings.model.items()},
+        ),
+        engine_headers=engine_headers,
+    )
 
 
-def _timeouts(settings: RouterSettings) -> Timeouts:
-    return Timeouts(connect=settings.connect_timeout_s, first_byte=settings.first_byte_timeout_s, idle=settings.idle_timeout_s)
+def _timeouts(settings: RouterSettings, special: ModelSettings) -> Timeouts:
+    def either(own: float | None, everyones: float) -> float:
+        return everyones if own is None else own
 
-
-def _public_config(api: Api, settings: RouterSettings) -> uvicorn.Config:
-    return uvicorn.Config(
-        api,
-        http=ClientConnection,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        date_header=True,
-        timeout_keep_alive=CLIENT_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
-        backlog=LISTEN_BACKLOG,
+    return Timeouts(
+        first_byte=either(special.first_byte_timeout_s, settings.first_byte_timeout_s),
+        idle=either(special.idle_timeout_s, settings.idle_timeout_s),
+        total=either(special.total_timeout_s, settings.total_timeout_s),
     )
 
 

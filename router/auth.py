@@ -1,7 +1,7 @@
 """Static API keys: who may use the public port."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 UNAUTHORIZED_MESSAGE = (
     "Incorrect or missing API key. Send one that this service was started with in the header 'Authorization: Bearer KEY'."
@@ -14,11 +14,11 @@ class StaticKeys:
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = frozenset(hashlib.sha256(key.encode()).digest() for key in keys)
 
-    def allows(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    def allows(self, headers: Mapping[bytes, bytes], *, takes_x_api_key: bool = False) -> bool:
+        """`takes_x_api_key`: whether the key may stand there alone, as Anthropic's clients send it."""
         if not self._digests:
             return True
-        for name, value in headers:
-            if name == b"authorization":
-                scheme, _, key = value.partition(b" ")
-                return scheme.lower() == b"bearer" and hashlib.sha256(key.strip()).digest() in self._digests
-        return False
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer" and hashlib.sha256(key.strip()).digest() in self._digests:
+            return True
+        return takes_x_api_key and hashlib.sha256(headers.get(b"x-api-key", b"").strip()).digest() in self._digests

@@ -1,6 +1,7 @@
 """The router's settings: one TOML table `[router]`, overridden by INTELLECT_* variables, overridden by flags; read once."""
 
 import difflib
+import enum
 import ipaddress
 import math
 import re
@@ -19,6 +20,21 @@ _REPLICA_URL = re.compile(r"http://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port
 
 class ConfigError(ValueError):
     """A setting that cannot be used. The message names the setting, its value and what to do."""
+
+
+class ContinuationMode(enum.StrEnum):
+    """What becomes of a stream whose replica fails in the middle."""
+
+    OFF = "off"  # it ends with an error
+    SAFE = "safe"  # another replica goes on with it where that gives the same answer
+
+
+class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What differs for one model; None where it does not."""
+
+    first_byte_timeout_s: float | None = None
+    idle_timeout_s: float | None = None
+    total_timeout_s: float | None = None
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,6 +59,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     connect_timeout_s: float = 2.0
     first_byte_timeout_s: float = 600.0
     idle_timeout_s: float = 120.0
+    total_timeout_s: float = 0.0  # 0: none
+    model: dict[str, ModelSettings] = {}  # by the name that clients use
+    keep_alive_s: float = 10.0
+    stall_after_s: float = 3.0
+    continuation: ContinuationMode = ContinuationMode.SAFE
     body_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
     max_body_bytes: int = 32 * 1024 * 1024
@@ -52,6 +73,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 _LISTS = ("replica", "api_key", "cors_origin")
+_TABLES = ("model",)
 _BOOLEANS = ("require_keys", "allow_anonymous", "debug_headers", "access_log")
 
 
@@ -82,8 +104,9 @@ def _typed(values: Mapping[str, object], spell: Callable[[str], str]) -> dict[st
         try:
             typed[name] = msgspec.convert(value, known[name], strict=False)
         except msgspec.ValidationError as error:
-            if known[name] is PolicyName:
-                raise ConfigError(f"{spell(name)} is {value!r}, but must be one of {', '.join(PolicyName)}") from error
+            kind = known[name]
+            if isinstance(kind, type) and issubclass(kind, enum.StrEnum):
+                raise ConfigError(f"{spell(name)} is {value!r}, but must be one of {', '.join(kind)}") from error
             raise ConfigError(f"{spell(name)} is {value!r}: {error}") from error
     return typed
 
@@ -114,6 +137,8 @@ def _read_table(path: Path) -> dict[str, object]:
 def _from_environment(environ: Mapping[str, str]) -> dict[str, object]:
     values: dict[str, object] = {}
     for name in RouterSettings.__struct_fields__:
+        if name in _TABLES:
+            continue  # a table does not fit into a variable
         text = environ.get(_variable(name))
         if not text:
             continue
@@ -147,14 +172,21 @@ def _check(settings: RouterSettings) -> None:
         "connect_timeout_s",
         "first_byte_timeout_s",
         "idle_timeout_s",
+        "keep_alive_s",
+        "stall_after_s",
         "body_timeout_s",
         "max_body_bytes",
         "max_attempts",
     ):
         if not 0 < (value := getattr(settings, name)) < math.inf:
             raise ConfigError(f"{name} {value}: must be a number greater than 0")
-    if not 0 <= settings.drain_timeout_s < math.inf:
-        raise ConfigError(f"drain_timeout_s {settings.drain_timeout_s}: must be a number, 0 or greater")
+    for name in ("drain_timeout_s", "total_timeout_s"):
+        if not 0 <= (value := getattr(settings, name)) < math.inf:
+            raise ConfigError(f"{name} {value}: must be a number, 0 or greater")
+    for model, special in settings.model.items():
+        for name in special.__struct_fields__:
+            if (value := getattr(special, name)) is not None and not 0 < value < math.inf:
+                raise ConfigError(f"[router.model.{model!r}] {name} {value}: must be a number greater than 0")
     for url in settings.replica:
         check_replica_url(url)
     if settings.replica_file is not None and not Path(settings.replica_file).is_file():

@@ -23,3 +23,7 @@ class UpstreamTimeoutError(UpstreamError):
 
 class LocalLimitError(UpstreamError):
     """No connection could be made for want of something of our own (file descriptors, ports): no replica's fault."""
+
+
+class StalledError(UpstreamError):
+    """The engine answers its health probe but computes nothing; this request had no output yet, so it can be placed again."""

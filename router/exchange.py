@@ -1,34 +1,37 @@
 """One request while it runs: what is known of it, and the ways in which it can end early."""
 
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from protocol import headers as names
-from protocol.errors import encode_error
+from protocol.errors import ErrorDetail, error_type
+from protocol.openai import Surface
+from protocol.usage import Usage
 from router.outcome import Outcome
 from router.state.replicas import Replica
-
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
 
 _REQUEST_ID_CHARACTERS = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 _REQUEST_ID_BYTES_MAX = 128
 
 
 class Rejection(Exception):
-    """The request ends here, before anything was sent, with an error answer."""
+    """The request ends here with an error, as a status if nothing was sent yet, else as an event."""
 
     def __init__(
-        self, status: int, message: str, outcome: Outcome, *, code: str | None = None, param: str | None = None
+        self,
+        status: int,
+        message: str,
+        outcome: Outcome,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: bytes | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.outcome = outcome
-        self.body = encode_error(status, message, code=code, param=param)
+        self.detail = ErrorDetail(message=message, type=error_type(status), param=param, code=code)
+        self.retry_after = retry_after  # the engine's word, if it had one
 
 
 class ClientGone(Exception):
@@ -47,7 +50,8 @@ def unreachable() -> Rejection:
 class Exchange:
     """Owned by the proxy for the time of one request; read for its metric and its log line when it ends."""
 
-    route: str
+    surface: Surface
+    route: str  # the surface's path, or the pattern of a path with an id: a label
     request_id: str  # as the client sees it
     engine_request_id: str  # never the client's own: engines key requests by it
     started: float  # time.perf_counter
@@ -56,9 +60,11 @@ class Exchange:
     checkpoint: str = ""
     status: int = 0
     attempts: int = 0
+    continuations: int = 0
     first_byte_s: float | None = None
     request_bytes: int = 0
     response_bytes: int = 0
+    usage: Usage | None = None
     error: str = ""
     tried: list[Replica] = field(default_factory=list)
 
@@ -67,11 +73,9 @@ class Exchange:
         return time.perf_counter() - self.started
 
 
-def client_request_id(headers: Headers) -> str | None:
+def client_request_id(headers: dict[bytes, bytes]) -> str | None:
     """The client's own x-request-id, to be echoed, if it is one that can be: short and of harmless characters."""
-    for name, value in headers:
-        if name == names.REQUEST_ID:
-            if 0 < len(value) <= _REQUEST_ID_BYTES_MAX and _REQUEST_ID_CHARACTERS.issuperset(value):
-                return value.decode()
-            return None
+    value = headers.get(names.REQUEST_ID)
+    if value is not None and 0 < len(value) <= _REQUEST_ID_BYTES_MAX and _REQUEST_ID_CHARACTERS.issuperset(value):
+        return value.decode()
     return None

@@ -1,18 +1,26 @@
 """Hands an engine's answer on to the client, byte for byte, as it comes.
 
-The one rule: a client can always tell a whole answer from a part of one. What fails before the first byte raises, so that
-another replica can be asked; what fails after it ends with an error event (in a stream) and a connection broken off.
+The one rule: a client can always tell a whole answer from a part of one. What fails before anything of the answer was sent
+raises UpstreamError or EngineRefusal, so that another replica can be asked; what fails after it raises BrokenStream, and
+the caller goes on from another replica or ends with an error.
 """
 
+from typing import NamedTuple
+
 from protocol import headers as names
-from protocol.errors import encode_error, normalise_error
-from protocol.sse import StreamWatch, event, says_aborted
+from protocol.errors import ErrorDetail, error_type, read_error
+from protocol.openai import Surface
+from protocol.sse import EventBuffer, EventTooLongError
+from router.edge.client import ClientConnection
 from router.edge.upstream import Answer
 from router.errors import BrokenAnswerError, UpstreamError, UpstreamTimeoutError
-from router.exchange import Exchange, Headers
-from router.model_alias import ModelAlias, StreamRenamer
+from router.exchange import Exchange
+from router.model_alias import ModelAlias
 from router.outcome import Outcome
 from router.reply import Reply
+from router.seam import SeamRewriter
+from router.stream_editor import StreamFailure, UnusableAnswer, check_whole, editor_for
+from router.stream_memory import StreamMemory
 
 # An engine's error answer is read whole, to be put into OpenAI's shape; none is longer than this.
 ERROR_BODY_BYTES_MAX = 1024 * 1024
@@ -20,106 +28,214 @@ ERROR_BODY_BYTES_MAX = 1024 * 1024
 WHOLE_BODY_BYTES_MAX = 1024 * 1024
 # One in which the model is renamed must be.
 RENAMED_BODY_BYTES_MAX = 64 * 1024 * 1024
+# The longest answer that is passed on in parts. More than any model's context with log probabilities makes.
+LONG_BODY_BYTES_MAX = 1024 * 1024 * 1024
+# The longest event of a stream: one with the ids of a long prompt is some MB long.
+EVENT_BYTES_MAX = 8 * 1024 * 1024
 
-_KEY_MESSAGE = "The replica does not take this service's key; its operator must check --upstream-key."
+
+class EngineRefusal(Exception):
+    """The engine answered with an error status. Nothing of it was sent."""
+
+    def __init__(self, status: int, detail: ErrorDetail, retry_after: bytes | None) -> None:
+        super().__init__(f"the engine answered {status}: {detail.message[:200]}")
+        self.status = status
+        self.detail = detail
+        self.retry_after = retry_after
 
 
-async def relay(
-    answer: Answer, reply: Reply, exchange: Exchange, *, alias: ModelAlias | None, checkpoint: str | None
-) -> Outcome:
-    """`checkpoint` is the replica's version, for an engine that does not say it itself.
+class BrokenStream(Exception):
+    """An answer ended early, with part of it sent. `outcome` is how the request ends unless it is continued."""
 
-    Raises UpstreamError only while nothing has been sent to the client.
-    """
-    if not 200 <= answer.status < 600:
-        raise BrokenAnswerError(f"the engine answered with status {answer.status}")
+    def __init__(self, reason: str, outcome: Outcome, detail: ErrorDetail, *, is_stream: bool) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+        self.detail = detail
+        self.is_stream = is_stream
+
+
+class Leg(NamedTuple):
+    """What relaying needs to know of a request, on one replica. A continued answer has several legs."""
+
+    surface: Surface
+    strips_usage: bool
+    choices: int
+    checkpoint: str | None  # the replica's version, for an engine that does not say it itself
+    alias: ModelAlias | None = None
+    memory: StreamMemory | None = None  # of what was sent, where the answer could be continued
+    seam: SeamRewriter | None = None  # in the second and later legs
+
+
+async def relay(answer: Answer, reply: Reply, connection: ClientConnection, exchange: Exchange, leg: Leg) -> None:
+    """Returns when the whole answer was handed on. Raises UpstreamError, EngineRefusal, BrokenStream."""
+    status = answer.status
+    if not 200 <= status < 600:
+        raise BrokenAnswerError(f"the engine answered with status {status}")
     # The first part is read before the head is sent: if the engine dies before it, another replica can still answer.
     part = await answer.read()
+    if status >= 400:
+        body = await _read_up_to(answer, part, ERROR_BODY_BYTES_MAX)
+        raise EngineRefusal(status, read_error(status, body), answer.headers.get(names.RETRY_AFTER))
+    told = answer.headers.get(names.CHECKPOINT)
+    checkpoint = told.decode("latin-1") if told is not None else leg.checkpoint or ""
+    if leg.seam is not None and version_of(checkpoint) != version_of(exchange.checkpoint):
+        raise BrokenAnswerError("the replica serves other weights by now")
+    content_type = answer.headers.get(b"content-type") or b"application/json"
+    if content_type[:17].lower() == b"text/event-stream":
+        if leg.seam is None:
+            exchange.checkpoint = checkpoint
+        if not reply.is_started:
+            reply.start_stream(content_type)
+        await _StreamRelay(answer, reply, connection, exchange, leg).run(part)
+        return
+    if reply.is_started:
+        raise BrokenAnswerError("the engine answered a streaming request with no stream")
+    exchange.checkpoint = checkpoint
     exchange.first_byte_s = exchange.elapsed_s
-    told = answer.header(names.CHECKPOINT)
-    exchange.checkpoint = told.decode("latin-1") if told is not None else checkpoint or ""
-    if answer.status in (401, 403):
-        # The client's own key was checked long before: this is about the router's.
-        exchange.error = f"the engine answered {answer.status} to the router's key"
-        await reply.error(502, encode_error(502, _KEY_MESSAGE, code="upstream_error"))
-        return Outcome.ENGINE_ERROR
-    if answer.status >= 400:
-        body = normalise_error(answer.status, await _read_up_to(answer, part, ERROR_BODY_BYTES_MAX))
-        await reply.error(answer.status, body, answer.header(names.RETRY_AFTER))
-        return Outcome.ENGINE_REFUSED if answer.status < 500 else Outcome.ENGINE_ERROR
-    content_type = answer.header(b"content-type") or b"application/json"
-    headers: Headers = [(b"content-type", content_type)]
-    if content_type.lower().startswith(b"text/event-stream"):
-        await reply.head(answer.status, [*headers, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
-        return await _relay_events(answer, part, reply, exchange, alias)
-    limit = WHOLE_BODY_BYTES_MAX if alias is None else RENAMED_BODY_BYTES_MAX
+    limit = WHOLE_BODY_BYTES_MAX if leg.alias is None else RENAMED_BODY_BYTES_MAX
     body = await _read_up_to(answer, part, limit)
     if answer.is_complete:
-        if says_aborted(body):
-            raise BrokenAnswerError("the engine gave the answer up")
-        await reply.whole(answer.status, headers, body if alias is None else alias.answer(body))
-        return Outcome.COMPLETED
-    if alias is not None:
+        try:
+            body, exchange.usage = check_whole(body)
+        except UnusableAnswer as error:
+            raise BrokenAnswerError(str(error)) from error
+        reply.whole(status, body if leg.alias is None else leg.alias.answer(body), content_type)
+        return
+    if leg.alias is not None:
         raise BrokenAnswerError(f"the engine's answer is longer than {limit} bytes")
-    length = answer.header(b"content-length")
-    await reply.head(answer.status, [*headers, (b"content-length", length)] if length is not None else headers)
-    return await _relay_rest(answer, body, reply, exchange)
+    length = answer.headers.get(b"content-length")
+    reply.start_long(status, content_type, None if length is None else int(length))
+    await _relay_long(answer, body, reply)
 
 
-async def _relay_rest(answer: Answer, part: bytes, reply: Reply, exchange: Exchange) -> Outcome:
+def version_of(label: str) -> str:
+    """The version in a checkpoint's label, without the replica's epoch."""
+    return label.partition("+")[0]
+
+
+async def _relay_long(answer: Answer, part: bytes, reply: Reply) -> None:
     """An answer too long to be held: in parts as it comes. Its framing tells a part from the whole."""
     try:
+        sent = 0
         while not answer.is_complete:
-            await reply.part(part)
+            reply.part(part)
+            sent += len(part)
+            if sent > LONG_BODY_BYTES_MAX:
+                raise BrokenAnswerError(f"the engine's answer is longer than {LONG_BODY_BYTES_MAX} bytes")
+            await reply.drained()
             part = await answer.read()
     except UpstreamError as error:
-        return _broken_off(reply, exchange, error)
-    await reply.last_part(part)
-    return Outcome.COMPLETED
+        raise broken(error, is_stream=False) from error
+    reply.end(part)
 
 
-async def _relay_events(answer: Answer, part: bytes, reply: Reply, exchange: Exchange, alias: ModelAlias | None) -> Outcome:
-    watch = StreamWatch()
-    renamer = None if alias is None else StreamRenamer(alias)
-    try:
-        while part:
-            failed_at = watch.feed(part)
-            passed = part if failed_at is None else part[:failed_at]
-            if renamer is not None:
-                passed = renamer.feed(passed)
-            if passed:
-                await reply.part(passed)
-            if failed_at is not None:
-                return await _relay_failure(part[failed_at:], reply, exchange)
-            part = await answer.read()
-        if not watch.is_done:
-            raise BrokenAnswerError("the engine ended its stream without [DONE]")
-    except UpstreamError as error:
-        if not watch.is_done:  # else nothing is missing but the last bytes of HTTP
-            await reply.part(event(_incomplete_error()))
-            return _broken_off(reply, exchange, error)
-    await reply.last_part(b"" if renamer is None else renamer.finish())
-    return Outcome.COMPLETED
+class _StreamRelay:
+    """One leg of a stream. `_feed` runs for each part that comes, outside of any task."""
+
+    __slots__ = (
+        "_alias",
+        "_answer",
+        "_buffer",
+        "_connection",
+        "_editor",
+        "_exchange",
+        "_has_ended",
+        "_is_plain",
+        "_memory",
+        "_reply",
+        "_seam",
+    )
+
+    def __init__(self, answer: Answer, reply: Reply, connection: ClientConnection, exchange: Exchange, leg: Leg) -> None:
+        self._answer = answer
+        self._reply = reply
+        self._connection = connection
+        self._exchange = exchange
+        self._alias = leg.alias
+        self._memory = leg.memory
+        self._seam = leg.seam
+        self._buffer = EventBuffer(EVENT_BYTES_MAX)
+        self._editor = editor_for(leg.surface, strips_usage=leg.strips_usage, choices=leg.choices)
+        self._has_ended = False
+        self._is_plain = leg.alias is None and leg.seam is None
+
+    async def run(self, first: bytes) -> None:
+        self._connection.on_flow = self._answer.hold
+        try:
+            if first:
+                self._feed(first)
+            await self._answer.pump(self._feed)
+            self._end_whole()
+        except StreamFailure as failure:
+            self._send(failure.passed)
+            detail = failure.detail or _incomplete()
+            outcome = Outcome.UPSTREAM_BROKEN if failure.detail is None else Outcome.ENGINE_ERROR
+            raise BrokenStream(str(failure), outcome, detail, is_stream=True) from failure
+        except EventTooLongError as error:
+            raise broken(BrokenAnswerError(str(error)), is_stream=True) from error
+        except UpstreamError as error:
+            if not self._has_ended:  # else nothing is missing but the last bytes of HTTP
+                if not self._reply.has_output:
+                    raise
+                raise broken(error, is_stream=True) from error
+        finally:
+            self._connection.on_flow = None
+            self._answer.hold(False)
+            self._exchange.usage = self._editor.usage or self._exchange.usage
+
+    def _feed(self, data: bytes) -> None:
+        exchange = self._exchange
+        if exchange.first_byte_s is None:
+            exchange.first_byte_s = exchange.elapsed_s
+        elif self._is_plain and data[-2:] == b"\n\n" and self._buffer.is_empty and self._editor.has_nothing_to_do(data):
+            # Nearly all parts of nearly all streams. The same as below, in fewer calls.
+            exchange.response_bytes += len(data)
+            self._connection.part(data)
+            if self._memory is not None:
+                self._memory.add(data)
+            return
+        block = self._buffer.feed(data)
+        if block:
+            self._send(self._editor.pass_on(block if self._seam is None else self._seam.rewrite(block)))
+
+    def _send(self, block: bytes) -> bool:
+        """Whether the answer has ended with this."""
+        if not block:
+            return False
+        if self._alias is not None:
+            block = self._alias.answer(block)
+        if self._editor.is_done:
+            # The client need not wait for the engine to close: nothing can follow.
+            self._has_ended = True
+            self._reply.end(block)
+            return True
+        self._reply.part(block)
+        if self._memory is not None:
+            self._memory.add(block)
+        return False
+
+    def _end_whole(self) -> None:
+        """The engine ended its stream properly, as far as HTTP goes."""
+        if self._has_ended:
+            return
+        rest = self._buffer.rest.strip()
+        if rest and self._send(self._editor.pass_on(rest + b"\n\n")):  # an end without its blank line
+            return
+        if self._editor.is_finished and self._reply.has_output:
+            self._has_ended = True
+            self._reply.end(self._editor.end_mark)
+            return
+        raise BrokenAnswerError("the engine ended its stream before its answer was whole")
 
 
-async def _relay_failure(failed: bytes, reply: Reply, exchange: Exchange) -> Outcome:
-    """The engine says in its stream that it failed, and would end it as if it were whole."""
-    line = failed.partition(b"\n")[0].removeprefix(b"data:").strip()
-    is_error = line.startswith(b'{"error"') and line.endswith(b"}")
-    await reply.part(event(normalise_error(500, line) if is_error else _incomplete_error()))
-    exchange.error = "the engine reported an error in its stream" if is_error else "the engine gave the answer up"
-    reply.break_off()
-    return Outcome.ENGINE_ERROR if is_error else Outcome.UPSTREAM_BROKEN
+def broken(error: UpstreamError, *, is_stream: bool) -> BrokenStream:
+    outcome = Outcome.UPSTREAM_TIMEOUT if isinstance(error, UpstreamTimeoutError) else Outcome.UPSTREAM_BROKEN
+    return BrokenStream(str(error), outcome, _incomplete(), is_stream=is_stream)
 
 
-def _broken_off(reply: Reply, exchange: Exchange, error: UpstreamError) -> Outcome:
-    exchange.error = str(error)
-    reply.break_off()
-    return Outcome.UPSTREAM_TIMEOUT if isinstance(error, UpstreamTimeoutError) else Outcome.UPSTREAM_BROKEN
-
-
-def _incomplete_error() -> bytes:
-    return encode_error(502, "The replica that was answering failed; this answer is incomplete.", code="upstream_error")
+def _incomplete() -> ErrorDetail:
+    message = "The replica that was answering failed; this answer is incomplete."
+    return ErrorDetail(message=message, type=error_type(502), code="upstream_error")
 
 
 async def _read_up_to(answer: Answer, first: bytes, limit: int) -> bytes:

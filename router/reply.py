@@ -1,87 +1,122 @@
 """The answer to one client: its head, its parts, its error, or its breaking off."""
 
-import asyncio
+import msgspec
 
 from protocol import headers as names
+from protocol.errors import ErrorDetail, encode_anthropic_error, encode_detail
+from protocol.openai import Surface
+from protocol.sse import KEEP_ALIVE, event
 from router.edge.client import ClientConnection
-from router.exchange import Exchange, Headers, Send
+from router.exchange import Exchange
 
 # Seconds a client is told to wait before it tries again when nothing can serve it.
 RETRY_AFTER_S = 2
 # OpenAI's clients do not retry at all, or at once, when told to wait longer.
 RETRY_AFTER_S_MAX = 60
-# Seconds that a client may leave its answer unread once its buffers are full.
-CLIENT_STALL_S = 120.0
 
+_JSON = b"content-type: application/json\r\n"
+_STREAM = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
+_STREAM_TYPE = b"text/event-stream; charset=utf-8"
 
-class ClientStalled(Exception):
-    """The client has not read for CLIENT_STALL_S, while its engine, and its place on a replica, waited for it."""
+ANTHROPIC = frozenset({Surface.MESSAGES, Surface.COUNT_TOKENS})
 
 
 class Reply:
-    """Keeps the exchange's status and bytes true to what was sent."""
+    """Keeps the exchange's status and bytes true to what was sent. `extra` are header lines for every answer (CORS)."""
 
-    def __init__(
-        self, send: Send, connection: ClientConnection, exchange: Exchange, *, extra_headers: Headers, show_replica: bool
-    ) -> None:
-        self._send = send
+    __slots__ = ("_connection", "_exchange", "_extra", "_shows_replica", "has_output", "is_started")
+
+    def __init__(self, connection: ClientConnection, exchange: Exchange, *, extra: bytes, shows_replica: bool) -> None:
         self._connection = connection
         self._exchange = exchange
-        self._extra_headers = extra_headers
-        self._show_replica = show_replica
-        self.is_started = False
+        self._extra = extra
+        self._shows_replica = shows_replica
+        self.is_started = False  # a status was sent
+        self.has_output = False  # something of an engine's answer was sent
 
-    async def head(self, status: int, headers: Headers) -> None:
+    def whole(self, status: int, body: bytes, content_type: bytes = b"application/json") -> None:
         self._exchange.status = status
-        headers = [*headers, *self._own_headers(), *self._extra_headers]
-        self.is_started = True
-        await self._send_on({"type": "http.response.start", "status": status, "headers": headers})
+        self._exchange.response_bytes += len(body)
+        self.is_started = self.has_output = True
+        self._connection.respond(status, b"content-type: %b\r\n%b" % (content_type, self._own_headers()), body)
 
-    async def part(self, data: bytes) -> None:
+    def start_stream(self, content_type: bytes = _STREAM_TYPE) -> None:
+        """The head of a stream; goes out with its first part."""
+        self._start(200, b"content-type: %b\r\n%b" % (content_type, _STREAM), None)
+
+    def start_long(self, status: int, content_type: bytes, length: int | None) -> None:
+        """The head of a whole answer that is too long to be held."""
+        self._start(status, b"content-type: %b\r\n" % content_type, length)
+
+    def part(self, data: bytes) -> None:
+        self.has_output = True
         self._exchange.response_bytes += len(data)
-        await self._send_on({"type": "http.response.body", "body": data, "more_body": True})
+        self._connection.part(data)
 
-    async def last_part(self, data: bytes) -> None:
+    def end(self, data: bytes = b"") -> None:
+        self.has_output = True
         self._exchange.response_bytes += len(data)
-        await self._send_on({"type": "http.response.body", "body": data, "more_body": False})
+        self._connection.end(data)
 
-    async def _send_on(self, message: dict[str, object]) -> None:
-        if not self._connection.is_clogged:
-            await self._send(message)
+    def keep_alive(self) -> None:
+        """A comment in a stream, so that nobody on the way takes the connection for dead."""
+        if not self.is_started:
+            self.start_stream()
+        self._connection.part(KEEP_ALIVE)
+
+    async def drained(self) -> None:
+        await self._connection.drained()
+
+    def error(self, status: int, detail: ErrorDetail, retry_after: bytes | None = None) -> None:
+        """Ends the answer with an error: with its status, or in a stream that has begun with an event, broken off."""
+        exchange = self._exchange
+        if not self.is_started:
+            if exchange.surface in ANTHROPIC:
+                body = encode_anthropic_error(status, detail.message, exchange.request_id)
+            else:
+                body = encode_detail(detail)
+            exchange.status = status
+            exchange.response_bytes += len(body)
+            self._connection.respond(status, _JSON + _retry_after_line(status, retry_after) + self._own_headers(), body)
             return
-        try:
-            async with asyncio.timeout(CLIENT_STALL_S):
-                await self._send(message)
-        except TimeoutError:
-            raise ClientStalled from None
-
-    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        await self.head(status, [*headers, (b"content-length", b"%d" % len(body))])
-        await self.last_part(body)
-
-    async def error(self, status: int, body: bytes, retry_after: bytes | None = None) -> None:
-        """`body` is an error object; `retry_after` is the engine's word, if it had one."""
-        headers: Headers = [(b"content-type", b"application/json")]
-        if retry_after is not None and retry_after.isdigit():
-            headers.append((names.RETRY_AFTER, b"%d" % min(RETRY_AFTER_S_MAX, max(1, int(retry_after)))))
-        elif status in (429, 503):
-            headers.append((names.RETRY_AFTER, b"%d" % RETRY_AFTER_S))
-        if status in (408, 413):
-            headers.append((b"connection", b"close"))  # the rest of the request's body is not read
-        await self.whole(status, headers, body)
+        if exchange.surface in ANTHROPIC:
+            self.part(event(encode_anthropic_error(status, detail.message, exchange.request_id), b"error"))
+        elif exchange.surface is Surface.RESPONSES:
+            self.part(event(_responses_error(detail), b"error"))
+        else:
+            self.part(event(encode_detail(detail)))
+        self._connection.break_off()
 
     def break_off(self) -> None:
         """Ends a started answer so that nobody takes it for complete."""
         self._connection.break_off()
 
-    def _own_headers(self) -> Headers:
+    def _start(self, status: int, block: bytes, length: int | None) -> None:
+        self.is_started = True
+        self._exchange.status = status
+        self._connection.start(status, block + self._own_headers(), length=length)
+
+    def _own_headers(self) -> bytes:
         exchange = self._exchange
-        headers: Headers = [
-            (names.REQUEST_ID, exchange.request_id.encode()),
-            (names.PROCESSING_MS, b"%d" % (exchange.elapsed_s * 1000)),
-        ]
+        block = b"x-request-id: %b\r\nopenai-processing-ms: %d\r\n" % (exchange.request_id.encode(), exchange.elapsed_s * 1000)
         if exchange.checkpoint:
-            headers.append((names.CHECKPOINT, exchange.checkpoint.encode("latin-1")))
-        if self._show_replica and exchange.replica:
-            headers.append((names.REPLICA, exchange.replica.encode()))
-        return headers
+            block += b"%b: %b\r\n" % (names.CHECKPOINT, exchange.checkpoint.encode("latin-1"))
+        if self._shows_replica and exchange.replica:
+            block += b"%b: %b\r\n" % (names.REPLICA, exchange.replica.encode())
+        return block + self._extra
+
+
+def _retry_after_line(status: int, engines_word: bytes | None) -> bytes:
+    if engines_word is not None and engines_word.isdigit():
+        seconds = min(RETRY_AFTER_S_MAX, max(1, int(engines_word[:9])))
+    elif status in (429, 503):
+        seconds = RETRY_AFTER_S
+    else:
+        return b""
+    return b"retry-after: %d\r\n" % seconds
+
+
+def _responses_error(detail: ErrorDetail) -> bytes:
+    """The responses surface has its own error event, flat and numbered."""
+    fields = {"type": "error", "code": detail.code, "message": detail.message, "param": detail.param, "sequence_number": 0}
+    return msgspec.json.encode(fields)

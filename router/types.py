@@ -2,7 +2,7 @@
 
 import enum
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import NamedTuple, NewType, Protocol
 
 from protocol.status import ReplicaStatus
 
@@ -13,17 +13,26 @@ class Health(enum.StrEnum):
     UNKNOWN = "unknown"  # added, not yet heard of
     READY = "ready"
     SWAPPING = "swapping"  # alive and paused for a checkpoint: used only when nothing is ready
+    TRIPPED = "tripped"  # its breaker is open: it failed too often, and is given single trials
+    STALLED = "stalled"  # answers its health probe but computes nothing
     DRAINING = "draining"  # finishes what it has, gets nothing new
     STARTING = "starting"  # its agent says that the engine is not up
     DOWN = "down"
 
 
-# Where a new request may go, best first.
-PLACEABLE = (Health.READY, Health.SWAPPING)
+# Where a new request may go, best first. The last two only when nothing else is left: never is the last replica taken out.
+PLACEABLE = (Health.READY, Health.SWAPPING, Health.TRIPPED, Health.STALLED)
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
+class Verdict(enum.StrEnum):
+    """What the ending of a request says about its replica."""
+
+    GOOD = "good"
+    BAD = "bad"
+    NEUTRAL = "neutral"  # nothing: the client left, or the engine was only busy
+
+
+class Endpoint(NamedTuple):
     """Where an engine listens for HTTP."""
 
     host: str
@@ -53,8 +62,7 @@ class Candidate(Protocol):
     def in_flight(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class RequestInfo:
+class RequestInfo(NamedTuple):
     """What a placement policy may know of a request."""
 
     model: str

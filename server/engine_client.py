@@ -8,7 +8,7 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from protocol.errors import ErrorBody, normalise_error
+from protocol.errors import read_error
 from protocol.headers import ENGINE_TOKEN
 from server.settings import is_wildcard
 
@@ -150,7 +150,7 @@ class EngineClient:
         except httpx.HTTPError as error:
             raise EngineUnreachable(f"{path}: {error or type(error).__name__}") from error
         if response.status_code != 200:
-            text = msgspec.json.decode(normalise_error(response.status_code, response.content), type=ErrorBody).error.message
+            text = read_error(response.status_code, response.content).message
             raise EngineRefused(f"{path} answered {response.status_code}: {text}")
         return response.content
 

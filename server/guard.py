@@ -42,6 +42,7 @@ OTHER_OPEN_PATHS = frozenset(
     {
         "/detokenize",
         "/health",
+        "/is_paused",
         "/load",
         "/metrics",
         "/ping",

@@ -15,21 +15,29 @@ ARROWS = {
     "router": {"protocol", "router"},
     "server": {"protocol", "server"},
     "intellect": {"protocol", "router", "server", "intellect"},
+    "loadtests": {"protocol", "router", "server", "intellect", "loadtests"},
 }
 # Inside the router, from the innermost ring outwards. A module imports its own ring and those before it.
 ROUTER_RINGS = [
-    {"router.types", "router.outcome", "router.errors"},
-    {"router.policy"},
+    {"router.types", "router.outcome", "router.errors", "router.ids", "router.raw_fields"},
+    {"router.policy", "router.admission"},
     {"router.state", "router.config"},
+    # What a body or a stream says, and what becomes of it.
+    {"router.request_schema", "router.request_fields", "router.stream_memory", "router.stream_editor", "router.model_alias"},
+    {"router.continuable", "router.continuation", "router.seam"},
     {"router.edge"},
-    {"router.exchange", "router.auth", "router.cors", "router.model_alias"},
-    {"router.reply", "router.request_body", "router.relay"},
+    {"router.exchange", "router.auth", "router.cors", "router.attempts", "router.stored_responses"},
+    {"router.reply", "router.request_body", "router.continuing"},
+    {"router.relay"},
+    {"router.forwarding"},
+    {"router.stored_forwarding"},
     {"router.proxy", "router.rollout_runner"},
+    {"router.openapi", "router.openapi_schemas"},
     {"router.api", "router.admin"},
     {"router.app"},
 ]
 # A pure ring neither waits nor reads a clock nor does I/O.
-PURE = ("router/policy", "router/state")
+PURE = ("router/policy", "router/admission", "router/state")
 IMPURE_MODULES = {"asyncio", "time", "socket", "httpx", "os", "logging"}
 
 

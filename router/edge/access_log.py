@@ -30,9 +30,13 @@ class AccessRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     replica: str = ""
     checkpoint: str = ""
     attempts: int = 0
+    continuations: int = 0
     first_byte_ms: float | None = None
     request_bytes: int = 0
     response_bytes: int = 0
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
     error: str = ""  # what went wrong upstream
 
 

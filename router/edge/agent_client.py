@@ -39,6 +39,10 @@ class _ModelCard(msgspec.Struct, frozen=True):
     id: str
 
 
+class _Paused(msgspec.Struct, frozen=True):
+    is_paused: bool
+
+
 class _ModelList(msgspec.Struct, frozen=True):
     data: tuple[_ModelCard, ...]
 
@@ -77,6 +81,22 @@ class ControlClient:
             return tuple(card.id for card in msgspec.json.decode(response.content, type=_ModelList).data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ControlError(f"{url}/v1/models is not a list of models: {error}") from error
+
+    async def engine_metrics(self, engine: Endpoint, timeout_s: float) -> bytes:
+        """The engine's metrics as Prometheus text."""
+        url = f"http://{engine}/metrics"
+        response = await self._request("GET", url, timeout_s, headers=self._engine_headers)
+        if response.status_code != 200:
+            raise ControlError(f"{url} answered {response.status_code}")
+        return response.content
+
+    async def engine_is_paused(self, engine: Endpoint, timeout_s: float) -> bool:
+        """Whether the engine says that it is paused; False where it does not say."""
+        response = await self._request("GET", f"http://{engine}/is_paused", timeout_s, headers=self._engine_headers)
+        try:
+            return response.status_code == 200 and msgspec.json.decode(response.content, type=_Paused).is_paused
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return False
 
     async def swap(self, url: str, version: str) -> SwapReport:
         """Asks an agent to serve `version` and waits for it. Raises ControlError if it answers with anything but a report."""

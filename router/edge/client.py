@@ -1,138 +1,516 @@
-"""The client's connection: uvicorn's protocol, limits on the head of a request, and two things that ASGI cannot say.
+"""The public port's HTTP/1.1 server: one client's connection, on httptools.
 
-ASGI tells of a lost client only to a task that waits for it, which would cost a second task per request, and it has no way
-to break off an answer: ending it always ends it cleanly, which a client would take for the whole answer.
+Written for the router's needs (docs/decisions/0005): a whole ASGI stack costs as much as all the rest of a request, and
+ASGI has no word for a client that left, for breaking an answer off, or for a stream that must not end cleanly. The
+connection reads requests within limits, hands each to the service in a task of its own, one at a time and in order, and
+writes what it is told. Invariant: an answer ends exactly once, by `respond`, `end` or `break_off`.
 """
 
 import asyncio
+import logging
 import re
+import time
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Protocol, cast
+from urllib.parse import unquote_to_bytes
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+import httptools
 
 from protocol.errors import encode_error
+from router.outcome import Outcome
 
-_EXTENSION = "intellect.client"
-
+log = logging.getLogger(__name__)
 
 # Beyond any client's headers; llhttp itself has no limit.
 HEAD_BYTES_MAX = 64 * 1024
-# From a connection's, or a request's, first byte to the end of its head.
+# Seconds from a connection's, or a request's, first byte to the end of its head.
 HEAD_TIMEOUT_S = 30.0
+# Longer than clients' own pools keep a connection, so that the client closes it and no request meets a closed one.
+KEEP_ALIVE_S = 75.0
+# Seconds that a client may leave its answer unread once its buffers are full.
+CLIENT_STALL_S = 120.0
+# Seconds in which a client must take the end of an answer after which its connection closes.
+LINGER_S = 5.0
+# A body up to this many times too long is read to its end and thrown away before it is refused: a client that is refused
+# while it still sends sees a broken connection and not the reason.
+DISCARD_FACTOR = 2
+# Requests that a client may send ahead; then its connection is not read until one is answered.
+PIPELINED_MAX = 8
 
-# Java's and curl's clients offer HTTP/2 with each first request. Left in, the offer makes the parser take the body for
-# bytes of that other protocol; taken out, it is declined, as RFC 9110 section 7.8 lets a server do.
+# An offer of another protocol (h2c, WebSocket) makes the parser take what follows for that protocol's bytes. Taken out, it is
+# declined, as RFC 9110 section 7.8 lets a server do.
 _UPGRADE_OFFER = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n)", re.IGNORECASE)
 
+STATUS_LINES = {status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in HTTPStatus}
 
-class ClientConnection(HttpToolsProtocol):
-    on_lost: Callable[[], object] | None = None  # called once if the client goes while a request of its is running
-    is_lost = False
-    _is_in_head = True
-    _heads = 0  # requests whose head is complete
-    _head_bytes = 0  # of a head that is not
-    _head_timer: asyncio.TimerHandle | None = None
 
-    @property
-    def is_clogged(self) -> bool:
-        """Whether the client reads more slowly than it is written to."""
-        return self.flow.write_paused
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request is not taken, before its body matters. `allow` is for 405."""
+
+    status: int
+    message: str
+    outcome: Outcome = Outcome.REJECTED_INVALID
+    code: str | None = None
+    param: str | None = None
+    allow: str | None = None
+
+
+@dataclass(slots=True)
+class Request:
+    """One request. `path` is percent-decoded, without the query. Header names are lower case; of equal ones the last counts."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: dict[bytes, bytes]
+    is_http10: bool
+    keeps_alive: bool
+    started: float  # time.perf_counter at the end of its head
+    body: bytes = b""
+    refusal: Refusal | None = None
+
+
+class Service(Protocol):
+    def admit(self, request: Request) -> Refusal | None:
+        """Asked when the head is complete, before a body is read."""
+        ...
+
+    def refuse(self, request: Request, connection: "ClientConnection", refusal: Refusal) -> None:
+        """Answers, counts and logs a refused request."""
+        ...
+
+    async def serve(self, request: Request, connection: "ClientConnection") -> None:
+        """Answers the request. Cancelled if the client leaves."""
+        ...
+
+
+@dataclass(slots=True)
+class ServerState:
+    """What all connections of a listener share. Owned by the listener."""
+
+    service: Service
+    body_bytes_max: int
+    body_timeout_s: float
+    connections: set["ClientConnection"] = field(default_factory=set)
+    date_line: bytes = b""
+    is_draining: bool = False
+    is_empty: asyncio.Event = field(default_factory=asyncio.Event)  # no connection is open
+
+
+class ClientConnection(asyncio.Protocol):
+    """See the module's docstring. `on_flow` is called with True when the client reads too slowly, with False afterwards."""
+
+    __slots__ = (
+        "_body",
+        "_body_bytes",
+        "_clogged_since",
+        "_current",
+        "_deadline",
+        "_drained",
+        "_has_unread_body",
+        "_head",
+        "_head_bytes",
+        "_headers",
+        "_in_body",
+        "_is_chunked",
+        "_is_closing",
+        "_is_started",
+        "_loop",
+        "_parser",
+        "_request",
+        "_server",
+        "_target",
+        "_task",
+        "_transport",
+        "_waiting",
+        "is_clogged",
+        "is_lost",
+        "is_stalled",
+        "on_flow",
+    )
+
+    def __init__(self, server: ServerState, loop: asyncio.AbstractEventLoop) -> None:
+        self._server = server
+        self._loop = loop
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport | None = None
+        # The request that is being read.
+        self._target = b""
+        self._headers: dict[bytes, bytes] = {}
+        self._head_bytes = 0
+        self._in_body = False
+        self._request: Request | None = None
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        # The requests that are read, and the one that is being answered.
+        self._waiting: deque[Request] = deque()
+        self._current: Request | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._head = b""  # of the answer, until there is something to send with it
+        self._is_started = False
+        self._is_chunked = False
+        self._is_closing = False
+        self._has_unread_body = False
+        self._deadline: float | None = None
+        self._clogged_since = 0.0
+        self._drained: asyncio.Future[None] | None = None
+        self.is_clogged = False
+        self.is_lost = False
+        self.is_stalled = False
+        self.on_flow: Callable[[bool], None] | None = None
+
+    def __repr__(self) -> str:
+        what = "closing" if self._is_closing else "idle" if self._current is None else self._current.path
+        return f"<ClientConnection {what} waiting={len(self._waiting)}>"
+
+    # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)  # type: ignore[arg-type]
-        self._await_head()
+        # uvloop's transports are not asyncio's by inheritance, only by interface.
+        self._transport = cast(asyncio.Transport, transport)
+        self._server.connections.add(self)
+        self._server.is_empty.clear()
+        self._deadline = time.monotonic() + HEAD_TIMEOUT_S
 
     def data_received(self, data: bytes) -> None:
-        was_in_head, heads = self._is_in_head, self._heads
-        if was_in_head and data.find(b"h2c", 0, HEAD_BYTES_MAX) >= 0:
-            head, end, body = data.partition(b"\r\n\r\n")
-            data = _UPGRADE_OFFER.sub(b"", head + b"\r\n").removesuffix(b"\r\n") + end + body if end else data
-        super().data_received(data)
-        if was_in_head and self._is_in_head and self._heads == heads:
+        if self._is_closing:
+            return  # the rest of what is refused
+        if self._request is None:
+            head_end = data.find(b"\r\n\r\n", 0, HEAD_BYTES_MAX)
+            if data.find(b"pgrade:", 0, head_end if head_end >= 0 else HEAD_BYTES_MAX) >= 0:
+                head, end, body = data.partition(b"\r\n\r\n")
+                data = _UPGRADE_OFFER.sub(b"", head + b"\r\n").removesuffix(b"\r\n") + end + body if end else data
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            if not self._is_closing:
+                self._give_up(400, "The request is not valid HTTP.")
+            return
+        if self._request is None and (self._headers or self._target):
             self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
-                self._refuse(431, f"The headers of the request are longer than {HEAD_BYTES_MAX} bytes.")
+            if self._head_bytes > HEAD_BYTES_MAX:
+                self._give_up(431, f"The headers of the request are longer than {HEAD_BYTES_MAX} bytes.")
+        if len(self._waiting) >= PIPELINED_MAX and self._transport is not None:
+            self._transport.pause_reading()
 
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["extensions"] = {_EXTENSION: {"connection": self}}
-        if self._head_timer is None:
-            self._await_head()
-
-    def on_headers_complete(self) -> None:
-        self._is_in_head = False
-        self._heads += 1
-        self._head_bytes = 0
-        self._stop_head_timer()
-        super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        self._is_in_head = True
-        super().on_message_complete()
+    def eof_received(self) -> bool | None:
+        return None  # a client that will send no more is gone: most that close say no more than this
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_lost = True
-        self._stop_head_timer()
-        super().connection_lost(exc)
-        if self.on_lost is not None:
-            self.on_lost()
+        self._transport = None
+        self._is_closing = True
+        self._server.connections.discard(self)
+        if not self._server.connections:
+            self._server.is_empty.set()
+        self._waiting.clear()
+        self._wake_writer()
+        if self._task is not None and self._current is not None:
+            self._task.cancel()
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "The request is not valid HTTP.")
+    def pause_writing(self) -> None:
+        self.is_clogged = True
+        self._clogged_since = time.monotonic()
+        if self.on_flow is not None:
+            self.on_flow(True)
+
+    def resume_writing(self) -> None:
+        self.is_clogged = False
+        self._wake_writer()
+        if self.on_flow is not None:
+            self.on_flow(False)
+
+    # httptools
+
+    def on_message_begin(self) -> None:
+        self._target = b""
+        self._headers = {}
+        self._head_bytes = 0
+        self._body = []
+        self._body_bytes = 0
+        if self._current is None:
+            self._deadline = time.monotonic() + HEAD_TIMEOUT_S
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        parser, headers = self._parser, self._headers
+        path, query = _parted(self._target)
+        request = self._request = Request(
+            method=parser.get_method().decode("latin-1"),
+            path=path,
+            query=query,
+            headers=headers,
+            is_http10=parser.get_http_version() == "1.0",
+            keeps_alive=parser.should_keep_alive(),
+            started=time.perf_counter(),
+        )
+        request.refusal = self._server.service.admit(request)
+        length = headers.get(b"content-length")
+        if length is not None and int(length) > self._server.body_bytes_max and request.refusal is None:
+            request.refusal = self._too_large()
+        if b"expect" in headers and headers[b"expect"].lower() == b"100-continue" and self._current is None:
+            if request.refusal is not None:
+                self._refuse_now(request)
+                return
+            if self._transport is not None and not request.is_http10:
+                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if length is not None and int(length) > DISCARD_FACTOR * self._server.body_bytes_max:
+            self._refuse_now(request)
+        elif self._current is None:
+            self._deadline = time.monotonic() + self._server.body_timeout_s
+
+    def on_body(self, body: bytes) -> None:
+        request = self._request
+        if request is None or self._is_closing:
+            return
+        self._body_bytes += len(body)
+        if self._body_bytes > self._server.body_bytes_max:
+            request.refusal = request.refusal or self._too_large()
+            if self._body_bytes > DISCARD_FACTOR * self._server.body_bytes_max:
+                self._refuse_now(request)
+        if request.refusal is None:
+            self._body.append(body)
+        else:
+            self._body.clear()
+
+    def on_message_complete(self) -> None:
+        request, self._request = self._request, None
+        self._target = b""
+        self._headers = {}
+        if request is None or self._is_closing:
+            return
+        body = self._body
+        request.body = body[0] if len(body) == 1 else b"".join(body)
+        self._body = []
+        if self._current is None:
+            self._begin(request)
+        else:
+            self._waiting.append(request)
+
+    # What the service does with an answer
+
+    def respond(self, status: int, block: bytes, body: bytes) -> None:
+        """A whole answer. `block` holds header lines, each with its line end, without content-length."""
+        request = self._current
+        if request is None or self._transport is None:
+            return
+        head = self._head_of(request, status, block)
+        if status != 204:
+            head += b"content-length: %d\r\n" % len(body)
+        self._transport.writelines((head, b"\r\n", body) if request.method != "HEAD" else (head, b"\r\n"))
+        self._finish(request)
+
+    def start(self, status: int, block: bytes, *, length: int | None = None) -> None:
+        """Begins an answer in parts; its head goes out with the first of them. `length` is its size if that is known."""
+        request = self._current
+        if request is None:
+            return
+        self._is_started = True
+        self._is_chunked = length is None and not request.is_http10
+        if length is not None:
+            block += b"content-length: %d\r\n" % length
+        elif self._is_chunked:
+            block += b"transfer-encoding: chunked\r\n"
+        else:
+            request.keeps_alive = False  # HTTP/1.0: the end of the connection is the end of the answer
+        self._head = self._head_of(request, status, block) + b"\r\n"
+
+    def part(self, data: bytes) -> None:
+        """The next bytes of a started answer. Check `is_clogged` or wait for `drained` where much can come."""
+        transport = self._transport
+        if transport is None:
+            return
+        if self._is_chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        if self._head:
+            data = self._head + data
+            self._head = b""
+        transport.write(data)
+
+    def end(self, data: bytes = b"") -> None:
+        """The last bytes of a started answer, and its end."""
+        request = self._current
+        if request is None or self._transport is None:
+            return
+        if self._is_chunked:
+            data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"
+        self._transport.write(self._head + data)
+        self._finish(request)
 
     def break_off(self) -> None:
         """Sends what is written and closes without ending the answer, so that no client takes it for complete."""
-        self.cycle.disconnected = True  # uvicorn then expects nothing more of the application
-        self.transport.close()
+        request, transport = self._current, self._transport
+        self._current = None
+        if transport is None:
+            return
+        if self._head:
+            transport.write(self._head)
+            self._head = b""
+        if request is not None and request.is_http10:
+            transport.abort()  # there a close is a clean end
+        else:
+            self._close()
 
-    def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up_head)
+    async def drained(self) -> None:
+        """Returns when the client has read enough for more to be written, or is gone."""
+        while self.is_clogged and not self.is_lost:
+            self._drained = self._loop.create_future()
+            await self._drained
 
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    # What the listener does
 
-    def _give_up_head(self) -> None:
-        self._head_timer = None
-        if not self.transport.is_closing():
-            self.transport.close()
+    def sweep(self, now: float) -> None:
+        """Enforces the deadlines. Call about once a second."""
+        if self._deadline is not None and now > self._deadline:
+            self._expire()
+        elif self.is_clogged and not self.is_stalled and now - self._clogged_since > CLIENT_STALL_S:
+            self.is_stalled = True
+            if self._task is not None and self._current is not None:
+                self._task.cancel()
 
-    def _refuse(self, status: int, message: str) -> None:
-        """Answers what never became a request."""
-        body = encode_error(status, message)
-        head = b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self.transport.write(head % (STATUS_LINE[status], len(body)) + body)
-        self.transport.close()
+    def drain(self) -> None:
+        """Closes now if idle, else when the running answers are given."""
+        if self._current is None and self._request is None and not self._waiting:
+            self._close()
 
-
-def client_of(scope: dict[str, Any]) -> ClientConnection:
-    connection = scope["extensions"][_EXTENSION]["connection"]
-    assert isinstance(connection, ClientConnection)
-    return connection
-
-
-class ClientWatch:
-    """Cancels the task that runs a request when its client goes. One for each request."""
-
-    __slots__ = ("_connection", "_task")
-
-    def __init__(self, connection: ClientConnection) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connection = connection
-        self._task = task
-
-    @property
-    def is_client_gone(self) -> bool:
-        return self._connection.is_lost
-
-    def start(self) -> None:
-        if self._connection.is_lost:
+    def cancel(self) -> None:
+        """Ends the running request: the time for draining is over."""
+        if self._task is not None and self._current is not None:
             self._task.cancel()
         else:
-            self._connection.on_lost = self._task.cancel
+            self._close()
 
-    def stop(self) -> None:
-        self._connection.on_lost = None
+    # Inside
+
+    def _begin(self, request: Request) -> None:
+        self._current = request
+        self._deadline = None
+        self._is_started = self._is_chunked = False
+        self._head = b""
+        if request.refusal is not None:
+            self._server.service.refuse(request, self, request.refusal)
+            return
+        self._task = self._loop.create_task(self._serve(request))
+
+    async def _serve(self, request: Request) -> None:
+        try:
+            await self._server.service.serve(request, self)
+        except Exception:  # the service answers its own faults; this one is in doing so
+            log.exception("answering %s %s failed", request.method, request.path)
+        finally:
+            if self._current is request:  # it was not answered
+                self.break_off()
+
+    def _head_of(self, request: Request, status: int, block: bytes) -> bytes:
+        if self._server.is_draining:
+            request.keeps_alive = False
+        if request.keeps_alive:
+            if request.is_http10:
+                block += b"connection: keep-alive\r\n"
+        else:
+            block += b"connection: close\r\n"
+        line = STATUS_LINES.get(status) or b"HTTP/1.1 %d Error\r\n" % status
+        return line + self._server.date_line + block
+
+    def _finish(self, request: Request) -> None:
+        self._current = None
+        self._head = b""
+        self.on_flow = None
+        if not request.keeps_alive:
+            self._close()
+        elif self._waiting:
+            # From the loop, or a client that sends many refused requests at once would nest as many calls.
+            self._current = following = self._waiting.popleft()
+            self._loop.call_soon(self._begin, following)
+            if len(self._waiting) < PIPELINED_MAX and self._transport is not None:
+                self._transport.resume_reading()
+        else:
+            self._deadline = time.monotonic() + (HEAD_TIMEOUT_S if self._headers or self._request is not None else KEEP_ALIVE_S)
+
+    def _expire(self) -> None:
+        self._deadline = None
+        if self._is_closing:
+            if self._transport is not None:
+                self._transport.abort()
+        elif self._request is not None:
+            request = self._request
+            limit = self._server.body_timeout_s
+            request.refusal = Refusal(408, f"The body of the request did not arrive within {limit:g} s.")
+            self._refuse_now(request)
+        else:
+            self._close()
+
+    def _refuse_now(self, request: Request) -> None:
+        """Refuses a request whose body is not read."""
+        if self._current is not None or request.refusal is None:
+            self._close()  # it came ahead of the answer to another, so it cannot be answered yet
+            return
+        request.keeps_alive = False
+        self._request = None
+        self._has_unread_body = True
+        self._begin(request)
+
+    def _give_up(self, status: int, message: str) -> None:
+        """Answers what never became a request."""
+        if self._transport is not None and self._current is None:
+            body = encode_error(status, message)
+            head = STATUS_LINES[status] + self._server.date_line + b"content-type: application/json\r\nconnection: close\r\n"
+            self._transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+            self._has_unread_body = True
+            self._close()
+        elif self._transport is not None and not self._is_started:
+            self._is_closing = True  # the running answer still goes out
+            assert self._current is not None
+            self._current.keeps_alive = False
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        """Says that nothing more comes, and waits a little for the client to take what did."""
+        if self._transport is None:
+            return
+        was_closing, self._is_closing = self._is_closing, True
+        self._deadline = time.monotonic() + LINGER_S
+        if was_closing and self._transport.is_closing():
+            return
+        if self._has_unread_body and self._transport.can_write_eof():
+            self._transport.write_eof()  # more of a body may come: closed now, the client would be reset before it reads this
+        else:
+            self._transport.close()
+
+    def _too_large(self) -> Refusal:
+        limit = self._server.body_bytes_max
+        message = f"The body of the request is longer than {limit} bytes, the most that is accepted here."
+        return Refusal(413, message, code="request_too_large")
+
+    def _wake_writer(self) -> None:
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+        self._drained = None
+
+
+def header_block(headers: list[tuple[bytes, bytes]]) -> bytes:
+    """Header lines as `respond` and `start` take them. Values are ours or came through a parser, so no line end is in them."""
+    return b"".join([b"%b: %b\r\n" % pair for pair in headers])
+
+
+def _parted(target: bytes) -> tuple[str, bytes]:
+    """The decoded path, and the query as it came."""
+    query = b""
+    if not target.startswith(b"/"):  # absolute form, or `*`
+        try:
+            url = httptools.parse_url(target)
+        except httptools.HttpParserInvalidURLError:
+            return target.decode("latin-1"), b""
+        target, query = url.path or b"/", url.query or b""
+    path, _, after = target.partition(b"?")
+    return (unquote_to_bytes(path) if b"%" in path else path).decode("utf-8", "replace"), after or query

@@ -3,13 +3,16 @@
 import asyncio
 import dataclasses
 import logging
+import time
 from urllib.parse import urlsplit
 
 from protocol.status import ReplicaStatus
 from router.config import ConfigError, check_replica_url
 from router.edge.agent_client import ControlClient, ControlError, ControlRefused, ControlTimeout, observation_of
-from router.edge.upstream import Timeouts, UpstreamPool
+from router.edge.engine_metrics import read_progress
+from router.edge.upstream import UpstreamPool
 from router.state.health import after_refused, after_timeout
+from router.state.progress import ProgressWatch
 from router.state.replicas import Replica, ReplicaTable
 from router.types import Endpoint, Health, Observation, ReplicaId
 
@@ -34,33 +37,47 @@ def replica_id_of(url: str) -> ReplicaId:
 
 class Fleet:
     def __init__(
-        self, table: ReplicaTable, control: ControlClient, *, interval_s: float, timeouts: Timeouts, tasks: asyncio.TaskGroup
+        self,
+        table: ReplicaTable,
+        control: ControlClient,
+        *,
+        interval_s: float,
+        stall_after_s: float,
+        connect_timeout_s: float,
+        sweep_s: float,
+        tasks: asyncio.TaskGroup,
     ) -> None:
         self.table = table
         self.control = control
         self._interval_s = interval_s
-        self._timeouts = timeouts
+        self._stall_after_s = stall_after_s
+        self._connect_timeout_s = connect_timeout_s
+        self._sweep_s = sweep_s
         self._tasks = tasks
-        self._watches: dict[ReplicaId, asyncio.Task[None]] = {}
+        self._watches: dict[ReplicaId, list[asyncio.Task[None]]] = {}
         self._pools: dict[Endpoint, UpstreamPool] = {}
 
     def add(self, url: str) -> Replica:
         """Raises ConfigError for an unusable URL, KeyError if the replica is already there."""
         check_replica_url(url)
         replica = self.table.add(replica_id_of(url), url.rstrip("/"))
-        self._watches[replica.id] = self._tasks.create_task(self._watch(replica), name=f"watch {replica.id}")
+        self._watches[replica.id] = [
+            self._tasks.create_task(self._watch(replica), name=f"watch {replica.id}"),
+            self._tasks.create_task(self._watch_progress(replica), name=f"watch the progress of {replica.id}"),
+        ]
         return replica
 
     def remove(self, replica_id: ReplicaId) -> Replica:
         """Raises KeyError for an unknown id. Requests on it run to their end."""
         replica = self.table.remove(replica_id)
-        self._watches.pop(replica_id).cancel()
+        for watch in self._watches.pop(replica_id):
+            watch.cancel()
         return replica
 
     def pool(self, endpoint: Endpoint) -> UpstreamPool:
         pool = self._pools.get(endpoint)
         if pool is None:
-            pool = self._pools[endpoint] = UpstreamPool(endpoint, self._timeouts)
+            pool = self._pools[endpoint] = UpstreamPool(endpoint, connect_timeout_s=self._connect_timeout_s)
         return pool
 
     def report_unreachable(self, replica: Replica, reason: str) -> None:
@@ -70,13 +87,14 @@ class Fleet:
         self.table.observe(replica, *after_refused(reason))
 
     async def run(self) -> None:
-        """Sweeps about once a second, until cancelled."""
+        """Sweeps until cancelled."""
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(self._sweep_s)
             self.sweep()
 
     def sweep(self) -> None:
         """Ends silent answers and expired connections, and forgets the engines that no replica has any more."""
+        self.table.tick(time.monotonic())
         replicas = [*self.table.all(), *self.table.departing()]
         known = {replica.endpoint for replica in replicas}
         paused = {replica.endpoint for replica in replicas if replica.is_paused}
@@ -87,8 +105,9 @@ class Fleet:
                 self._pools.pop(endpoint).close()
 
     def close(self) -> None:
-        for watch in self._watches.values():
-            watch.cancel()
+        for watches in self._watches.values():
+            for watch in watches:
+                watch.cancel()
         for pool in self._pools.values():
             pool.close()
 
@@ -111,6 +130,48 @@ class Fleet:
             if kept.health is not before.health:
                 log.info("replica %s is %s%s", replica.id, kept.health, f": {kept.problem}" if kept.problem else "")
             await asyncio.sleep(self._interval_s)
+
+    async def _watch_progress(self, replica: Replica) -> None:
+        """Finds an engine that answers its probes but computes nothing. Costs no request while bytes come from it."""
+        watch = ProgressWatch(self._stall_after_s)
+        # Often enough to find a hang within its time whatever moment it begins at (tests/router/state/test_progress.py).
+        interval_s = min(self._interval_s, self._stall_after_s / 6)
+        while True:
+            await asyncio.sleep(interval_s)
+            pool = self._pools.get(replica.endpoint) if replica.endpoint is not None else None
+            if pool is None:
+                continue
+            try:
+                is_stalled = await self._is_stalled(replica, pool, watch)
+            except ControlError:
+                continue  # whether it answers at all is the other watch's business
+            if is_stalled and not replica.is_stalled:
+                log.warning("replica %s answers its probes but makes no progress", replica.id)
+                self.table.set_stalled(replica, True)
+                pool.give_up_waiting()
+            elif replica.is_stalled and not is_stalled:
+                log.info("replica %s makes progress again", replica.id)
+                self.table.set_stalled(replica, False)
+
+    async def _is_stalled(self, replica: Replica, pool: UpstreamPool, watch: ProgressWatch) -> bool:
+        iterations = running = None
+        if watch.needs_metrics(replica.in_flight, pool.bytes_received, replica.is_paused):
+            iterations, running = read_progress(await self.control.engine_metrics(pool.endpoint, PROBE_TIMEOUT_S))
+
+        def observe(*, is_paused: bool) -> bool:
+            return watch.observe(
+                time.monotonic(),
+                in_flight=replica.in_flight,
+                bytes_received=pool.bytes_received,
+                is_paused=is_paused,
+                iterations=iterations,
+                running=running,
+            )
+
+        is_stalled = observe(is_paused=replica.is_paused)
+        if is_stalled and await self.control.engine_is_paused(pool.endpoint, PROBE_TIMEOUT_S):
+            return observe(is_paused=True)  # by somebody else's order, for there is no agent or it does not know
+        return is_stalled
 
 
 class _Probe:

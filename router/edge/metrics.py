@@ -1,13 +1,20 @@
-"""The router's metrics: one function for each event; what the replica table knows is read when Prometheus asks."""
+"""The router's metrics: one function for each event; what the replica table knows is read when Prometheus asks.
 
+Events are counted in plain numbers, because all of them happen on one event loop: prometheus_client's counters take a lock
+each time and cost more than the rest of a request's bookkeeping. Its exposition is used as it is.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib.metadata import version
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Info, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protocol.status import SwapOutcome
+from protocol.usage import Usage
 from router.outcome import Outcome
 from router.state.replicas import ReplicaTable
 from router.types import Health
@@ -19,61 +26,123 @@ DURATION_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 12
 FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
+class _Distribution:
+    """How many values fell into each bucket, and their sum."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def expose(self, family: HistogramMetricFamily, labels: list[str]) -> None:
+        total, buckets = 0, []
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), total))
+        family.add_metric(labels, buckets, self._sum)
+
+
 class RouterMetrics:
-    """Labels come from configuration only: routes, models that replicas serve, replica ids, and our own enums."""
+    """Labels come from configuration only: routes, models that replicas serve, replica ids, and closed sets of words."""
 
     def __init__(self, registry: CollectorRegistry, table: ReplicaTable) -> None:
-        self._requests = Counter(PREFIX + "requests", "Requests by ending.", ["route", "model", "outcome"], registry=registry)
-        self._duration = Histogram(
-            PREFIX + "request_duration_seconds",
-            "From a request's head to its ending.",
-            ["route", "model"],
-            buckets=DURATION_BUCKETS,
-            registry=registry,
-        )
-        self._first_byte = Histogram(
-            PREFIX + "first_byte_seconds",
-            "From a request's head to the first byte of the engine's answer, for answers with status 200.",
-            ["route", "model"],
-            buckets=FIRST_BYTE_BUCKETS,
-            registry=registry,
-        )
+        self._requests: defaultdict[tuple[str, str, Outcome], int] = defaultdict(int)
+        self._durations: dict[tuple[str, str], _Distribution] = {}
+        self._first_bytes: dict[tuple[str, str], _Distribution] = {}
+        self._prompt_tokens: defaultdict[str, int] = defaultdict(int)
+        self._cached_tokens: defaultdict[str, int] = defaultdict(int)
+        self._completion_tokens: defaultdict[str, int] = defaultdict(int)
         self._retries = Counter(
             PREFIX + "upstream_retries",
             "Requests sent to another replica because one failed before its first byte.",
             ["replica"],
             registry=registry,
         )
+        self._continuations = Counter(
+            PREFIX + "continuations",
+            "Streams whose replica failed in the middle, by whether another went on with them, or why not.",
+            ["outcome"],
+            registry=registry,
+        )
         self._swaps = Counter(PREFIX + "replica_swaps", "Checkpoint swaps asked of replicas.", ["outcome"], registry=registry)
         for outcome in SwapOutcome:
             self._swaps.labels(outcome)
         Info(PREFIX + "build", "Version of the router.", registry=registry).info({"version": version("intellect-serve")})
+        registry.register(_EventCollector(self))
         registry.register(_TableCollector(table))
         ProcessCollector(namespace="intellect_router", registry=registry)
-        self._by_ending: dict[tuple[str, str, Outcome], tuple[Counter, Histogram]] = {}
-        self._by_route: dict[tuple[str, str], Histogram] = {}
 
     def request_ended(self, route: str, model: str, outcome: Outcome, duration_s: float) -> None:
-        key = (route, model, outcome)
-        pair = self._by_ending.get(key)
-        if pair is None:
-            pair = self._requests.labels(route, model, outcome), self._duration.labels(route, model)
-            self._by_ending[key] = pair
-        counter, histogram = pair
-        counter.inc()
-        histogram.observe(duration_s)
+        self._requests[route, model, outcome] += 1
+        key = (route, model)
+        durations = self._durations.get(key)
+        if durations is None:
+            durations = self._durations[key] = _Distribution(DURATION_BUCKETS)
+        durations.add(duration_s)
 
     def first_byte(self, route: str, model: str, seconds: float) -> None:
-        histogram = self._by_route.get((route, model))
-        if histogram is None:
-            histogram = self._by_route[(route, model)] = self._first_byte.labels(route, model)
-        histogram.observe(seconds)
+        key = (route, model)
+        first_bytes = self._first_bytes.get(key)
+        if first_bytes is None:
+            first_bytes = self._first_bytes[key] = _Distribution(FIRST_BYTE_BUCKETS)
+        first_bytes.add(seconds)
+
+    def tokens(self, model: str, usage: Usage) -> None:
+        self._prompt_tokens[model] += usage.prompt
+        self._completion_tokens[model] += usage.completion
+        if usage.cached:
+            self._cached_tokens[model] += usage.cached
 
     def retried(self, replica: str) -> None:
         self._retries.labels(replica).inc()
 
+    def continuation(self, outcome: str) -> None:
+        """`outcome` is one of a closed set of words (docs/metrics.md)."""
+        self._continuations.labels(outcome).inc()
+
     def replica_swapped(self, outcome: SwapOutcome) -> None:
         self._swaps.labels(outcome).inc()
+
+    def collect(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(PREFIX + "requests", "Requests by ending.", labels=["route", "model", "outcome"])
+        for (route, model, outcome), count in self._requests.items():
+            requests.add_metric([route, model, outcome.value], count)
+        yield requests
+        for name, text, distributions in (
+            ("request_duration_seconds", "From a request's head to its ending.", self._durations),
+            (
+                "first_byte_seconds",
+                "From a request's head to the first byte of the engine's answer, for completed requests.",
+                self._first_bytes,
+            ),
+        ):
+            family = HistogramMetricFamily(PREFIX + name, text, labels=["route", "model"])
+            for key, distribution in distributions.items():
+                distribution.expose(family, list(key))
+            yield family
+        for name, text, counts in (
+            ("prompt_tokens", "Tokens of prompts, as the engines count them.", self._prompt_tokens),
+            ("cached_tokens", "Those of them that an engine had in its prefix cache.", self._cached_tokens),
+            ("completion_tokens", "Tokens of answers, as the engines count them.", self._completion_tokens),
+        ):
+            tokens = CounterMetricFamily(PREFIX + name, text, labels=["model"])
+            for model, count in counts.items():
+                tokens.add_metric([model], count)
+            yield tokens
+
+
+class _EventCollector(Collector):
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        return self._metrics.collect()
 
 
 class _TableCollector(Collector):

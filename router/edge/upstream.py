@@ -1,17 +1,17 @@
 """HTTP/1.1 client for one engine: a connection pool and streamed answers, on httptools.
 
 Written for the proxy's needs only (a general client costs several times the CPU): one request per connection at a time,
-bodies that are already bytes, answers handed on as they arrive. Idle connections are dropped before the engine would drop
-them, and a request that meets a connection which the engine has just closed is sent once more on a new one, because the
-engine has seen nothing of it.
+bodies that are already bytes, answers handed on as they arrive, without a task switch for each part of a stream. Idle
+connections are dropped before the engine would drop them, and a request that meets a connection which the engine has just
+closed is sent once more on a new one, because the engine has seen nothing of it.
 """
 
 import asyncio
 import errno
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import httptools
 
@@ -19,6 +19,7 @@ from router.errors import (
     BrokenAnswerError,
     LocalLimitError,
     NoAnswerError,
+    StalledError,
     UnreachableError,
     UpstreamError,
     UpstreamTimeoutError,
@@ -31,9 +32,6 @@ BUFFER_BYTES_MAX = 256 * 1024
 STALE_WITHIN_S = 0.1
 # More than any engine sends; llhttp itself has no limit.
 HEAD_BYTES_MAX = 64 * 1024
-# A request body above this is written on its own: copying it behind the head would cost more than a second system call.
-JOIN_BYTES_MAX = 16 * 1024
-
 
 # What says nothing about the engine: this process, or this machine, has run out of something.
 _OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
@@ -41,16 +39,29 @@ _OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds. There is no limit on the whole answer: a long one that keeps coming is healthy."""
+    """Seconds. `total` 0: no limit on the whole answer, since a long one that keeps coming is healthy."""
 
     connect: float = 2.0
     first_byte: float = 600.0  # queueing and prefill of a long prompt happen before it
     idle: float = 120.0  # between two parts of an answer
-    pool_idle: float = 4.0  # below uvicorn's default keep-alive of 5 s, which a bare vLLM has
+    total: float = 0.0
+
+
+# Seconds that a connection may wait for its next request: below uvicorn's default keep-alive of 5 s, which a bare vLLM has.
+POOL_IDLE_S = 4.0
+
+
+class Patience(NamedTuple):
+    """How long one request waits, and what is done meanwhile: `on_silence` is called each `silence_s` without a byte."""
+
+    timeouts: Timeouts = Timeouts()
+    ends_at: float | None = None  # loop time by which the answer must be whole, over all attempts
+    silence_s: float = 0.0
+    on_silence: Callable[[], None] | None = None
 
 
 class Answer:
-    """An engine's answer: head at once, body by `read`. Always `close` it; closing early aborts the engine's work."""
+    """An engine's answer: head at once, body by `read` or `pump`. Always `close` it; closing early aborts the engine's work."""
 
     __slots__ = ("_connection", "_pool", "headers", "status")
 
@@ -59,13 +70,6 @@ class Answer:
         self._connection = connection
         self.status = connection.status
         self.headers = connection.headers
-
-    def header(self, name: bytes) -> bytes | None:
-        """Value of the first header with this lower-case name."""
-        for key, value in self.headers:
-            if key == name:
-                return value
-        return None
 
     @property
     def is_complete(self) -> bool:
@@ -76,18 +80,31 @@ class Answer:
         """The next bytes of the body, as many as have arrived; b"" at its end. Raises UpstreamError."""
         return await self._connection.read()
 
+    async def pump(self, sink: Callable[[bytes], None]) -> None:
+        """Calls `sink` with the body's bytes as they come, from the event loop, until its end.
+
+        Raises UpstreamError, and whatever `sink` raised, after which it is not called again.
+        """
+        await self._connection.pump(sink)
+
+    def hold(self, is_held: bool) -> None:
+        """Stops and starts reading from the engine, for a client that is slower."""
+        self._connection.hold(is_held)
+
     def close(self) -> None:
         """Returns the connection to the pool if the answer is complete, else cuts it, which aborts the engine's request."""
         self._pool.release(self._connection)
 
 
 class UpstreamPool:
-    """Connections to one engine."""
+    """Connections to one engine. `bytes_received` counts all that came from it, a sign of life that costs nothing."""
 
-    def __init__(self, endpoint: Endpoint, timeouts: Timeouts) -> None:
+    def __init__(self, endpoint: Endpoint, *, connect_timeout_s: float = 2.0, idle_s: float = POOL_IDLE_S) -> None:
         self.endpoint = endpoint
+        self.bytes_received = 0
         self._host_and_end = b"host: %b\r\n\r\n" % str(endpoint).encode()
-        self._timeouts = timeouts
+        self._connect_timeout_s = connect_timeout_s
+        self._idle_s = idle_s
         self._idle: deque[_Connection] = deque()  # most recently used last
         self._busy: set[_Connection] = set()
         self._closed = False
@@ -95,27 +112,27 @@ class UpstreamPool:
     def __repr__(self) -> str:
         return f"<UpstreamPool {self.endpoint} busy={len(self._busy)} idle={len(self._idle)}>"
 
-    async def send(self, head: bytes, body: bytes) -> Answer:
+    async def send(self, head: bytes, body: bytes, patience: Patience) -> Answer:
         """Sends a request (`head` from request_head, without a host) and waits for the head of the answer.
 
-        Raises UnreachableError, NoAnswerError, BrokenAnswerError, UpstreamTimeoutError.
+        Raises UnreachableError, NoAnswerError, BrokenAnswerError, UpstreamTimeoutError, StalledError.
         """
         head += self._host_and_end
         connection = self._take_idle()
         if connection is not None:
             sent_at = connection.now()
             try:
-                return await self._exchange(connection, head, body)
+                return await self._exchange(connection, head, body, patience)
             except NoAnswerError:
                 if connection.now() - sent_at > STALE_WITHIN_S:
                     raise
                 # The engine had closed it between our requests, so it has seen nothing of this one.
-        return await self._exchange(await self._connect(), head, body)
+        return await self._exchange(await self._connect(), head, body, patience)
 
-    async def _exchange(self, connection: "_Connection", head: bytes, body: bytes) -> Answer:
+    async def _exchange(self, connection: "_Connection", head: bytes, body: bytes, patience: Patience) -> Answer:
         self._busy.add(connection)
         try:
-            await connection.request(head, body)
+            await connection.request(head, body, patience)
         except BaseException:
             self.release(connection)
             raise
@@ -123,11 +140,12 @@ class UpstreamPool:
 
     async def _connect(self) -> "_Connection":
         loop = asyncio.get_running_loop()
+        host, port = self.endpoint.host, self.endpoint.port
         try:
-            async with asyncio.timeout(self._timeouts.connect):
-                _, connection = await loop.create_connection(lambda: _Connection(loop), self.endpoint.host, self.endpoint.port)
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await loop.create_connection(lambda: _Connection(self, loop), host, port)
         except TimeoutError as error:
-            raise UnreachableError(f"no connection to {self.endpoint} within {self._timeouts.connect} s") from error
+            raise UnreachableError(f"no connection to {self.endpoint} within {self._connect_timeout_s} s") from error
         except OSError as error:
             if error.errno in _OUR_LIMITS:
                 raise LocalLimitError(f"no connection to {self.endpoint}: {error.strerror}") from error
@@ -137,7 +155,7 @@ class UpstreamPool:
     def _take_idle(self) -> "_Connection | None":
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_open and connection.idle_for() < self._timeouts.pool_idle:
+            if connection.is_open and connection.idle_for() < self._idle_s:
                 return connection
             connection.abort()
         return None
@@ -154,19 +172,16 @@ class UpstreamPool:
 
         A paused engine (checkpoint swap) is silent with good reason: its clocks start again.
         """
-        while self._idle and self._idle[0].idle_for() >= self._timeouts.pool_idle:
+        while self._idle and self._idle[0].idle_for() >= self._idle_s:
             self._idle.popleft().abort()
         for connection in tuple(self._busy):
-            if is_paused:
-                connection.restart_clock()
-                continue
-            limit, what = (
-                (self._timeouts.idle, "between two parts of its answer")
-                if connection.has_body
-                else (self._timeouts.first_byte, "before the first byte of its answer")
-            )
-            if connection.is_waited_for and connection.idle_for() > limit:
-                connection.fail(UpstreamTimeoutError(f"{self.endpoint} was silent for {limit:g} s {what}"))
+            connection.check_patience(is_paused=is_paused)
+
+    def give_up_waiting(self) -> None:
+        """Ends the requests that have no output yet with StalledError, so that they can be placed again."""
+        for connection in tuple(self._busy):
+            if not connection.has_body:
+                connection.fail(StalledError(f"{self.endpoint} makes no progress"))
 
     def close(self) -> None:
         """Drops idle connections; busy ones end with their requests."""
@@ -175,22 +190,53 @@ class UpstreamPool:
             self._idle.pop().abort()
 
 
+_NO_PATIENCE = Patience()
+
+
 class _Connection(asyncio.Protocol):
     """One connection: writes a request, parses the answer, hands out its body with back-pressure."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    __slots__ = (
+        "_chunks",
+        "_error",
+        "_excused_at",
+        "_has_surplus",
+        "_head_bytes",
+        "_heard_at",
+        "_is_complete",
+        "_is_held",
+        "_keeps_alive",
+        "_loop",
+        "_nudged_at",
+        "_parser",
+        "_patience",
+        "_pool",
+        "_sink",
+        "_sink_error",
+        "_transport",
+        "_waiter",
+        "has_body",
+        "has_head",
+        "headers",
+        "status",
+    )
+
+    def __init__(self, pool: UpstreamPool, loop: asyncio.AbstractEventLoop) -> None:
+        self._pool = pool
         self._loop = loop
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._chunks: list[bytes] = []
-        self._buffered = 0
         self._waiter: asyncio.Future[None] | None = None
+        self._sink: Callable[[bytes], None] | None = None
+        self._sink_error: Exception | None = None
         self._error: UpstreamError | None = None
-        self._is_reading_paused = False
+        self._is_held = False
         self._head_bytes = 0
-        self._last_activity = loop.time()
+        self._heard_at = self._nudged_at = self._excused_at = loop.time()
+        self._patience = _NO_PATIENCE
         self.status = 0
-        self.headers: list[tuple[bytes, bytes]] = []
+        self.headers: dict[bytes, bytes] = {}
         self.has_head = False
         self.has_body = False
         self._is_complete = True
@@ -205,57 +251,95 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_reusable(self) -> bool:
-        return self.is_drained and self._keeps_alive and self._error is None and self.is_open
+        return self.is_drained and self._keeps_alive and self._error is None and self.is_open and not self._is_held
 
     @property
     def is_drained(self) -> bool:
         return self._is_complete and not self._chunks
 
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether somebody waits for the engine, rather than the engine for a slow client."""
-        return self._waiter is not None
-
     def now(self) -> float:
         return self._loop.time()
 
     def idle_for(self) -> float:
-        return self._loop.time() - self._last_activity
+        return self._loop.time() - self._heard_at
 
-    def restart_clock(self) -> None:
-        self._last_activity = self._loop.time()
+    def check_patience(self, *, is_paused: bool) -> None:
+        """Only while somebody waits for the engine, rather than the engine for a slow client."""
+        if self._waiter is None or self._is_complete:
+            return
+        patience, timeouts, now = self._patience, self._patience.timeouts, self._loop.time()
+        silent_s = now - max(self._heard_at, self._nudged_at)
+        if patience.on_silence is not None and silent_s >= patience.silence_s:
+            self._nudged_at = now
+            patience.on_silence()
+        waited_s = now - max(self._heard_at, self._excused_at)
+        if is_paused or self._is_held:
+            self._excused_at = now
+        elif patience.ends_at is not None and now > patience.ends_at:
+            self.fail(UpstreamTimeoutError(f"{self._pool.endpoint} did not end its answer within {timeouts.total:g} s"))
+        elif self.has_body and waited_s > timeouts.idle:
+            what = f"{timeouts.idle:g} s between two parts of its answer"
+            self.fail(UpstreamTimeoutError(f"{self._pool.endpoint} was silent for {what}"))
+        elif not self.has_body and waited_s > timeouts.first_byte:
+            what = f"{timeouts.first_byte:g} s before the first byte of its answer"
+            self.fail(UpstreamTimeoutError(f"{self._pool.endpoint} was silent for {what}"))
 
     # One exchange
 
-    async def request(self, head: bytes, body: bytes) -> None:
+    async def request(self, head: bytes, body: bytes, patience: Patience) -> None:
         """Writes the request and waits until the head of the answer is parsed."""
         assert self._transport is not None
-        self.status, self.headers, self.has_head, self.has_body = 0, [], False, False
+        self.status, self.headers, self.has_head, self.has_body = 0, {}, False, False
         self._head_bytes = 0
         self._is_complete = self._keeps_alive = False
-        self._last_activity = self._loop.time()
-        if len(body) <= JOIN_BYTES_MAX:
-            self._transport.write(head + body)
-        else:
-            self._transport.write(head)
-            self._transport.write(body)
+        self._heard_at = self._nudged_at = self._loop.time()
+        self._patience = patience
+        self._transport.writelines((head, body))
         while not self.has_head:
-            self._raise_error()
+            if self._error is not None:
+                raise self._error
             await self._wait()
 
     async def read(self) -> bytes:
         while not self._chunks:
             if self._is_complete:
                 return b""
-            self._raise_error()
+            if self._error is not None:
+                raise self._error
             await self._wait()
+        data = self._take_chunks()
+        if self._is_held:
+            self.hold(False)
+        return data
+
+    async def pump(self, sink: Callable[[bytes], None]) -> None:
+        if self._chunks:
+            sink(self._take_chunks())
+        self._sink = sink
+        try:
+            while not self._is_complete:
+                if self._error is not None:
+                    raise self._error
+                await self._wait()
+            if self._sink_error is not None:
+                raise self._sink_error
+        finally:
+            self._sink = self._sink_error = None
+
+    def hold(self, is_held: bool) -> None:
+        if is_held is self._is_held:
+            return
+        self._is_held = is_held
+        if self._transport is not None and not self._transport.is_closing():
+            if is_held:
+                self._transport.pause_reading()
+            else:
+                self._excused_at = self._loop.time()
+                self._transport.resume_reading()
+
+    def _take_chunks(self) -> bytes:
         data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
         self._chunks.clear()
-        self._buffered = 0
-        if self._is_reading_paused and self._transport is not None:
-            self._is_reading_paused = False
-            self._last_activity = self._loop.time()
-            self._transport.resume_reading()
         return data
 
     async def _wait(self) -> None:
@@ -268,10 +352,6 @@ class _Connection(asyncio.Protocol):
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
 
     def fail(self, error: UpstreamError) -> None:
         """Ends the exchange: whoever waits gets the error once what has arrived is read."""
@@ -291,9 +371,8 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self._last_activity = self._loop.time()
-        if not self.has_head:
-            self._head_bytes += len(data)
+        self._heard_at = self._loop.time()
+        self._pool.bytes_received += len(data)
         if self._is_complete:
             # Bytes that no request asked for: whatever they are, they are not the next answer.
             self.abort()
@@ -303,12 +382,32 @@ class _Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.fail(BrokenAnswerError(f"the engine's answer is not HTTP: {error}"))
             return
-        if not self.has_head and self._head_bytes > HEAD_BYTES_MAX:
-            self.fail(BrokenAnswerError(f"the engine's headers are longer than {HEAD_BYTES_MAX} bytes"))
-        elif self._buffered > BUFFER_BYTES_MAX and not self._is_reading_paused and self._transport is not None:
-            self._is_reading_paused = True
-            self._transport.pause_reading()
-        self._wake()
+        if not self.has_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES_MAX:
+                self.fail(BrokenAnswerError(f"the engine's headers are longer than {HEAD_BYTES_MAX} bytes"))
+        elif self._sink is not None:
+            chunks = self._chunks
+            if chunks:
+                data = chunks.pop() if len(chunks) == 1 else self._take_chunks()
+                try:
+                    self._sink(data)
+                except Exception as error:
+                    self._refuse(error)
+            if self.is_drained:
+                self._wake()
+        else:
+            if sum(map(len, self._chunks)) > BUFFER_BYTES_MAX:
+                self.hold(True)
+            self._wake()
+
+    def _refuse(self, error: Exception) -> None:
+        """The sink takes no more. Why belongs to whoever waits in `pump`."""
+        self._sink = None
+        self._sink_error = error
+        if not self._is_complete:
+            self._is_complete = True
+            self._keeps_alive = False
 
     def eof_received(self) -> bool | None:
         return None  # closes the transport; connection_lost says what it means
@@ -333,14 +432,14 @@ class _Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._has_surplus:
-            self.headers.append((name.lower(), value))
+            self.headers.setdefault(name.lower(), value)
 
     def on_headers_complete(self) -> None:
         if self._has_surplus:
             return
         status = self._parser.get_status_code()
         if status < 200:
-            self.headers = []  # 100 Continue, 103 Early Hints: the answer is still to come
+            self.headers = {}  # 100 Continue, 103 Early Hints: the answer is still to come
             return
         self.status = status
         self.has_head = True
@@ -350,7 +449,6 @@ class _Connection(asyncio.Protocol):
             return
         self.has_body = True
         self._chunks.append(body)
-        self._buffered += len(body)
 
     def on_message_complete(self) -> None:
         if not self.has_head or self._has_surplus:
@@ -361,7 +459,4 @@ class _Connection(asyncio.Protocol):
 
 def request_head(method: bytes, target: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Request line and headers, as `UpstreamPool.send` takes them: each line with its end, without the blank one."""
-    lines = [method, b" ", target, b" HTTP/1.1\r\n"]
-    for name, value in headers:
-        lines += (name, b": ", value, b"\r\n")
-    return b"".join(lines)
+    return b"%b %b HTTP/1.1\r\n" % (method, target) + b"".join([b"%b: %b\r\n" % pair for pair in headers])

@@ -27,8 +27,13 @@ class LeastLoaded:
         self._rng = rng
 
     def choose(self, request: RequestInfo, candidates: Sequence[C]) -> C:
-        fewest = min(candidate.in_flight for candidate in candidates)
-        least = [candidate for candidate in candidates if candidate.in_flight == fewest]
+        fewest, least = candidates[0].in_flight, [candidates[0]]
+        for candidate in candidates[1:]:
+            in_flight = candidate.in_flight
+            if in_flight < fewest:
+                fewest, least = in_flight, [candidate]
+            elif in_flight == fewest:
+                least.append(candidate)
         return least[0] if len(least) == 1 else least[int(self._rng.random() * len(least))]
 
 

@@ -8,13 +8,27 @@ never goes below.
 from collections.abc import Collection, Mapping, Sequence
 
 from protocol.status import ReplicaStatus, checkpoint_label
-from router.types import PLACEABLE, Endpoint, Health, Observation, ReplicaId
+from router.state.breaker import Breaker, BreakerState
+from router.types import PLACEABLE, Endpoint, Health, Observation, ReplicaId, Verdict
 
 
 class Replica:
     """One engine behind the router. Only the table changes it."""
 
-    __slots__ = ("draining", "endpoint", "failed_probes", "id", "in_flight", "models", "observed", "removed", "status", "url")
+    __slots__ = (
+        "breaker",
+        "draining",
+        "endpoint",
+        "failed_probes",
+        "id",
+        "in_flight",
+        "is_stalled",
+        "models",
+        "observed",
+        "removed",
+        "status",
+        "url",
+    )
 
     def __init__(self, replica_id: ReplicaId, url: str) -> None:
         self.id = replica_id
@@ -27,10 +41,19 @@ class Replica:
         self.draining = False  # by order of the operator; a drain that the agent reports is in `observed`
         self.removed = False
         self.failed_probes = 0  # in a row
+        self.is_stalled = False
+        self.breaker = Breaker()
 
     @property
     def health(self) -> Health:
-        return Health.DRAINING if self.draining or self.removed else self.observed.health
+        if self.draining or self.removed:
+            return Health.DRAINING
+        if self.observed.health is Health.READY:
+            if self.is_stalled:
+                return Health.STALLED
+            if not self.breaker.admits:
+                return Health.TRIPPED
+        return self.observed.health
 
     @property
     def is_paused(self) -> bool:
@@ -49,19 +72,26 @@ class Replica:
 class Lease:
     """One request's claim on one replica, counted from selection to settlement."""
 
-    __slots__ = ("_settled", "_table", "endpoint", "replica")
+    __slots__ = ("_is_trial", "_settled", "_table", "endpoint", "replica")
 
-    def __init__(self, table: "ReplicaTable", replica: Replica, endpoint: Endpoint) -> None:
+    def __init__(self, table: "ReplicaTable", replica: Replica, endpoint: Endpoint, *, is_trial: bool) -> None:
         self._table = table
         self._settled = False
+        self._is_trial = is_trial
         self.replica = replica
         self.endpoint = endpoint
 
-    def settle(self) -> None:
+    def answered(self, now: float) -> None:
+        """The engine has begun to answer. For a trial that is enough: an answer may take minutes, and nobody else is let in."""
+        if self._is_trial:
+            self._is_trial = False
+            self._table._end_trial(self.replica, now)
+
+    def settle(self, verdict: Verdict, now: float) -> None:
         """Gives the claim back. Harmless when repeated, so it can stand in every `finally` on the way out."""
         if not self._settled:
             self._settled = True
-            self._table._release(self.replica)
+            self._table._release(self.replica, verdict, now, is_trial=self._is_trial)
 
 
 class ReplicaTable:
@@ -112,7 +142,7 @@ class ReplicaTable:
         self._rebuild()
 
     def candidates(self, model: str, exclude: Collection[Replica] = ()) -> list[Replica]:
-        """Where a new request for this model may go: ready replicas, or, if none is left, paused ones, where it will wait."""
+        """Where a new request for this model may go: ready replicas, or, if none is left, the next best (`PLACEABLE`)."""
         best = self._placeable.get(model)
         if best is None:
             return []
@@ -121,7 +151,21 @@ class ReplicaTable:
     def lease(self, replica: Replica) -> Lease:
         assert replica.endpoint is not None, "only replicas with a known engine are candidates"
         replica.in_flight += 1
-        return Lease(self, replica, replica.endpoint)
+        is_trial = replica.breaker.state is BreakerState.HALF_OPEN and replica.breaker.trial_began()
+        if is_trial:
+            self._rebuild()
+        return Lease(self, replica, replica.endpoint, is_trial=is_trial)
+
+    def set_stalled(self, replica: Replica, is_stalled: bool) -> None:
+        if replica.is_stalled is not is_stalled:
+            replica.is_stalled = is_stalled
+            self._rebuild()
+
+    def tick(self, now: float) -> None:
+        """Lets time pass for the breakers. Call about once a second."""
+        changed = [replica for replica in self._replicas.values() if replica.breaker.tick(now)]
+        if changed:
+            self._rebuild()
 
     def all(self) -> list[Replica]:
         return list(self._replicas.values())
@@ -139,9 +183,22 @@ class ReplicaTable:
     def is_ready(self) -> bool:
         return bool(self._placeable)
 
-    def _release(self, replica: Replica) -> None:
+    def _end_trial(self, replica: Replica, now: float) -> None:
+        if replica.breaker.succeeded(now, is_trial=True):
+            self._rebuild()
+
+    def _release(self, replica: Replica, verdict: Verdict, now: float, *, is_trial: bool) -> None:
         replica.in_flight -= 1
         assert replica.in_flight >= 0
+        breaker = replica.breaker
+        if verdict is Verdict.GOOD:
+            has_changed = breaker.succeeded(now, is_trial=is_trial)
+        elif verdict is Verdict.BAD:
+            has_changed = breaker.failed(now, is_trial=is_trial)
+        else:
+            has_changed = is_trial and breaker.trial_abandoned()
+        if has_changed:
+            self._rebuild()
         if replica.removed and not replica.in_flight:
             self._departing.discard(replica)
 

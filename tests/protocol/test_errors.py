@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import encode_error, error_type, normalise_error
+from protocol.errors import encode_detail, encode_error, error_type, read_error
 
 
 def body(value: object) -> bytes:
@@ -80,20 +80,20 @@ def test_whatever_an_engine_answers_reaches_the_client_in_openai_shape(
     status: int, answer: bytes, message: str, param: str | None, code: str | None
 ) -> None:
     """A client meets one shape of error, from whichever layer it comes."""
-    assert json.loads(normalise_error(status, answer)) == {
+    assert json.loads(encode_detail(read_error(status, answer))) == {
         "error": {"message": message, "type": error_type(status), "param": param, "code": code}
     }
 
 
 def test_a_long_page_is_cut() -> None:
     """An HTML page of a broken proxy does not become the message in full."""
-    message = json.loads(normalise_error(502, b"<html>" + b"x" * 10_000))["error"]["message"]
+    message = json.loads(encode_detail(read_error(502, b"<html>" + b"x" * 10_000)))["error"]["message"]
     assert len(message) == 500
 
 
 @given(status=st.integers(400, 599), answer=st.binary(max_size=300))
 def test_no_answer_breaks_the_shape(status: int, answer: bytes) -> None:
     """Any bytes with any error status become an error with a message."""
-    error = json.loads(normalise_error(status, answer))["error"]
+    error = json.loads(encode_detail(read_error(status, answer)))["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]

@@ -1,69 +1,49 @@
-"""Recognising the end of a stream."""
+"""Events out of bytes."""
 
-import msgspec
-from hypothesis import assume, given
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.sse import DONE, StreamWatch, event, says_aborted
+from protocol.sse import DONE, KEEP_ALIVE, EventBuffer, EventTooLongError, data_of, event, split
+
+END = st.sampled_from([b"\n\n", b"\r\n\r\n"])
+EVENT = st.builds(lambda text, end: b"data: " + text.encode() + end, st.text("ab\u00e9\u4f60 {}", max_size=20), END)
 
 
-@given(
-    body=st.binary(max_size=200),
-    end=st.sampled_from([DONE, b"data: [DONE]\r\n\r\n", b"data: [DONE]", b"data: [DONE]\n"]),
-    cuts=st.lists(st.integers(0, 250), max_size=10),
+@given(events=st.lists(EVENT, max_size=8), rest=st.sampled_from([b"", b"d", b"data: {\n", b"data: x\r\n"]), data=st.data())
+def test_events_come_out_whole_however_the_bytes_are_cut(events: list[bytes], rest: bytes, data: st.DataObject) -> None:
+    """No client gets half an event, and no byte is lost, doubled or moved."""
+    stream = b"".join(events) + rest
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
+    buffer, blocks = EventBuffer(1000), []
+    for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        blocks.append(buffer.feed(stream[begin:end]))
+        assert blocks[-1] == b"" or blocks[-1].endswith((b"\n\n", b"\r\n\r\n"))
+    assert b"".join(blocks) == b"".join(events)
+    assert buffer.rest == rest
+    assert split(b"".join(blocks)) == events
+
+
+def test_an_event_without_end_is_cut_off() -> None:
+    """An engine that never ends an event fills no memory."""
+    buffer = EventBuffer(100)
+    buffer.feed(b"x" * 100)
+    with pytest.raises(EventTooLongError, match="100 bytes"):
+        buffer.feed(b"x")
+
+
+@pytest.mark.parametrize(
+    ("one", "data"),
+    [
+        (DONE, b"[DONE]"),
+        (event(b"{}"), b"{}"),
+        (event(b"{}", b"message_stop"), b"{}"),
+        (b"data:{}\r\n\r\n", b"{}"),
+        (b"data: a\ndata: b\n\n", b"a\nb"),
+        (KEEP_ALIVE, None),
+        (b"event: ping\n\n", None),
+    ],
 )
-def test_the_end_is_seen_however_the_bytes_are_cut(body: bytes, end: bytes, cuts: list[int]) -> None:
-    """A whole stream is never reported as broken."""
-    data = body + end
-    watch = StreamWatch()
-    last = 0
-    for cut in [*sorted(min(cut, len(data)) for cut in cuts), len(data)]:
-        watch.feed(data[last:cut])
-        last = cut
-    assert watch.is_done
-
-
-@given(st.binary(max_size=100))
-def test_a_stream_that_goes_on_or_stops_short_is_not_done(body: bytes) -> None:
-    """A broken stream is never reported as whole."""
-    for data in (body + DONE + event(b"{}"), body + DONE[:-3], body + b"data: [DONE"):
-        watch = StreamWatch()
-        watch.feed(data)
-        assert not watch.is_done
-
-
-TOKEN = b'data: {"choices":[{"delta":{"content":"he said \\"finish_reason\\":\\"abort\\""},"finish_reason":null}]}\n\n'
-FAILED = (
-    b'data: {"error":{"message":"boom","code":500}}\n\n',
-    b'data: {"choices":[{"delta":{},"finish_reason":"abort"}]}\n\n',
-)
-
-
-@given(tokens=st.integers(0, 4), failed=st.sampled_from(FAILED), cuts=st.lists(st.integers(0, 700), max_size=6))
-def test_a_stream_that_says_it_failed_is_caught_before_its_done(tokens: int, failed: bytes, cuts: list[int]) -> None:
-    """An answer that the engine gave up on is not taken for a whole one, and what came before is still passed on."""
-    data = TOKEN * tokens + failed + DONE
-    watch = StreamWatch()
-    last, passed = 0, b""
-    for cut in [*sorted(min(cut, len(data)) for cut in cuts), len(data)]:
-        part = data[last:cut]
-        last = cut
-        failed_at = watch.feed(part)
-        if failed_at is not None:
-            passed += part[:failed_at]
-            break
-        passed += part
-    else:
-        raise AssertionError("the failure was not seen")
-    assert b"[DONE]" not in passed
-    assert passed.startswith(TOKEN * tokens)
-
-
-@given(st.text(max_size=60))
-def test_what_a_model_writes_is_never_taken_for_a_failure(text: str) -> None:
-    """A model may write about errors."""
-    assume("\x00" not in text)
-    for words in (text, '"finish_reason":"abort"', 'data: {"error"'):
-        answer = msgspec.json.encode({"choices": [{"delta": {"content": words}, "finish_reason": "stop"}]})
-        assert StreamWatch().feed(event(answer)) is None
-        assert not says_aborted(answer)
+def test_an_events_data_is_read_as_the_standard_says(one: bytes, data: bytes | None) -> None:
+    """Comments carry nothing; several lines are one text."""
+    assert data_of(one) == data

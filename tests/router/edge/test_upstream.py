@@ -8,11 +8,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router.edge.fleet import endpoint_of
-from router.edge.upstream import BUFFER_BYTES_MAX, HEAD_BYTES_MAX, STALE_WITHIN_S, Answer, Timeouts, UpstreamPool, request_head
+from router.edge.upstream import (
+    BUFFER_BYTES_MAX,
+    HEAD_BYTES_MAX,
+    STALE_WITHIN_S,
+    Answer,
+    Patience,
+    Timeouts,
+    UpstreamPool,
+    request_head,
+)
 from router.errors import (
     BrokenAnswerError,
     LocalLimitError,
     NoAnswerError,
+    StalledError,
     UnreachableError,
     UpstreamError,
     UpstreamTimeoutError,
@@ -22,6 +32,7 @@ from tests.scripted_engine import LAST_CHUNK, SSE_HEAD, ScriptedRequest, chunked
 from tests.waiting import await_until
 
 HEAD = request_head(b"POST", b"/v1/completions", [(b"content-length", b"2")])
+PATIENCE = Patience()
 
 
 async def read_all(answer: Answer) -> bytes:
@@ -31,8 +42,8 @@ async def read_all(answer: Answer) -> bytes:
     return body
 
 
-async def ask(pool: UpstreamPool) -> bytes:
-    answer = await pool.send(HEAD, b"{}")
+async def ask(pool: UpstreamPool, patience: Patience = PATIENCE) -> bytes:
+    answer = await pool.send(HEAD, b"{}", patience)
     try:
         return await read_all(answer)
     finally:
@@ -46,7 +57,7 @@ async def test_a_connection_is_used_again() -> None:
         writer.write(json_answer({"ok": True}))
 
     async with scripted_engine(script) as engine:
-        pool = UpstreamPool(endpoint_of(engine.url), Timeouts())
+        pool = UpstreamPool(endpoint_of(engine.url))
         assert [await ask(pool) for _ in range(5)] == [b'{"ok": true}'] * 5
         assert engine.connections == 1
         pool.close()
@@ -65,7 +76,7 @@ async def test_a_connection_that_the_engine_closed_meanwhile_costs_no_request() 
             writer.write(json_answer({"n": served}))
 
     async with scripted_engine(script) as engine:
-        pool = UpstreamPool(endpoint_of(engine.url), Timeouts())
+        pool = UpstreamPool(endpoint_of(engine.url))
         assert await ask(pool) == b'{"n": 1}'
         assert await ask(pool) == b'{"n": 3}'
         pool.close()
@@ -78,7 +89,7 @@ async def test_a_new_connection_that_ends_without_an_answer_is_not_tried_again_h
         writer.transport.abort()
 
     async with scripted_engine(script) as engine:
-        pool = UpstreamPool(endpoint_of(engine.url), Timeouts())
+        pool = UpstreamPool(endpoint_of(engine.url))
         with pytest.raises(NoAnswerError):
             await ask(pool)
         assert len(engine.requests) == 1
@@ -98,7 +109,7 @@ async def test_a_request_that_an_engine_worked_on_is_not_sent_to_it_again() -> N
             writer.write(json_answer({}))
 
     async with scripted_engine(script) as engine:
-        pool = UpstreamPool(endpoint_of(engine.url), Timeouts())
+        pool = UpstreamPool(endpoint_of(engine.url))
         await ask(pool)
         with pytest.raises(NoAnswerError):
             await ask(pool)
@@ -109,7 +120,7 @@ async def test_a_request_that_an_engine_worked_on_is_not_sent_to_it_again() -> N
 async def test_running_out_of_descriptors_is_not_the_replicas_fault() -> None:
     """A router under too much load does not take healthy replicas out."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    pool = UpstreamPool(endpoint_of(f"http://127.0.0.1:{free_port()}"), Timeouts())
+    pool = UpstreamPool(endpoint_of(f"http://127.0.0.1:{free_port()}"))
     await asyncio.sleep(0)  # the loop has its own descriptors by now
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:
@@ -127,8 +138,8 @@ async def test_the_first_token_has_its_whole_time_even_if_the_head_comes_at_once
         await asyncio.Event().wait()
 
     async with scripted_engine(script) as engine:
-        pool = UpstreamPool(endpoint_of(engine.url), Timeouts(first_byte=1000, idle=0.01))
-        answer = await pool.send(HEAD, b"{}")
+        pool = UpstreamPool(endpoint_of(engine.url))
+        answer = await pool.send(HEAD, b"{}", Patience(Timeouts(first_byte=1000, idle=0.01)))
         reading = asyncio.create_task(answer.read())
         end = asyncio.get_running_loop().time() + 0.1
         while asyncio.get_running_loop().time() < end:
@@ -147,7 +158,7 @@ async def test_an_idle_connection_is_dropped_before_the_engine_would_drop_it() -
         writer.write(json_answer({}))
 
     async with scripted_engine(script) as engine:
-        pool = UpstreamPool(endpoint_of(engine.url), Timeouts(pool_idle=0.0))
+        pool = UpstreamPool(endpoint_of(engine.url), idle_s=0.0)
         await ask(pool)
         await ask(pool)
         assert engine.connections == 2
@@ -158,7 +169,7 @@ async def test_an_idle_connection_is_dropped_before_the_engine_would_drop_it() -
 async def test_nobody_listening_is_said_at_once() -> None:
     """A dead replica costs a request no time."""
     with pytest.raises(UnreachableError, match="no connection to"):
-        await ask(UpstreamPool(endpoint_of(f"http://127.0.0.1:{free_port()}"), Timeouts()))
+        await ask(UpstreamPool(endpoint_of(f"http://127.0.0.1:{free_port()}")))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +194,7 @@ async def test_an_answer_cut_short_or_garbled_is_an_error_and_never_a_short_answ
         writer.close()
 
     async with scripted_engine(script) as engine:
-        pool = UpstreamPool(endpoint_of(engine.url), Timeouts())
+        pool = UpstreamPool(endpoint_of(engine.url))
         with pytest.raises(error):
             await ask(pool)
         assert repr(pool).endswith("busy=0 idle=0>")
@@ -205,7 +216,7 @@ def test_a_body_arrives_byte_for_byte_however_the_network_cuts_it(parts: list[by
 
     async def check() -> None:
         async with scripted_engine(script) as engine:
-            pool = UpstreamPool(endpoint_of(engine.url), Timeouts())
+            pool = UpstreamPool(endpoint_of(engine.url))
             assert await ask(pool) == b"".join(parts)
             assert await ask(pool) == b"".join(parts), "the connection is clean for the next request"
             pool.close()
@@ -228,14 +239,14 @@ async def test_a_slow_client_slows_the_engine_instead_of_filling_memory() -> Non
         writer.write(LAST_CHUNK)
 
     async with scripted_engine(script) as engine:
-        pool = UpstreamPool(endpoint_of(engine.url), Timeouts())
-        answer = await pool.send(HEAD, b"{}")
+        pool = UpstreamPool(endpoint_of(engine.url))
+        answer = await pool.send(HEAD, b"{}", PATIENCE)
         before = -1
         while before != written:  # until the engine can write no more
             before = written
             await asyncio.sleep(0.05)
         assert written < 400 * len(block)
-        assert answer._connection._buffered < BUFFER_BYTES_MAX + 512 * 1024
+        assert sum(map(len, answer._connection._chunks)) < BUFFER_BYTES_MAX + 512 * 1024
         assert len(await read_all(answer)) == 400 * len(block)
         answer.close()
         pool.close()
@@ -249,8 +260,8 @@ async def test_closing_early_cuts_the_connection() -> None:
         await asyncio.Event().wait()
 
     async with scripted_engine(script) as engine:
-        pool = UpstreamPool(endpoint_of(engine.url), Timeouts())
-        answer = await pool.send(HEAD, b"{}")
+        pool = UpstreamPool(endpoint_of(engine.url))
+        answer = await pool.send(HEAD, b"{}", PATIENCE)
         assert await answer.read() == b"data: 1\n\n"
         answer.close()
         await await_until(lambda: engine.open_requests == 0, 2, "the engine to see the connection closed")
@@ -266,8 +277,8 @@ async def test_an_engine_that_falls_silent_is_given_up_unless_it_is_paused(first
         await asyncio.Event().wait()
 
     async with scripted_engine(script) as engine:
-        pool = UpstreamPool(endpoint_of(engine.url), Timeouts(first_byte=0.05, idle=0.05))
-        asking = asyncio.create_task(ask(pool))
+        pool = UpstreamPool(endpoint_of(engine.url))
+        asking = asyncio.create_task(ask(pool, Patience(Timeouts(first_byte=0.05, idle=0.05))))
         await await_until(lambda: engine.open_requests == 1, 2, "the request")
         end = asyncio.get_running_loop().time() + 0.2
         while asyncio.get_running_loop().time() < end:
@@ -291,8 +302,98 @@ async def test_an_interim_answer_is_passed_over() -> None:
         writer.write(b"HTTP/1.1 103 Early Hints\r\nlink: </x>\r\n\r\n" + json_answer({"ok": 1}))
 
     async with scripted_engine(script) as engine:
-        pool = UpstreamPool(endpoint_of(engine.url), Timeouts())
-        answer = await pool.send(HEAD, b"{}")
-        assert (answer.status, answer.header(b"link"), await read_all(answer)) == (200, None, b'{"ok": 1}')
+        pool = UpstreamPool(endpoint_of(engine.url))
+        answer = await pool.send(HEAD, b"{}", PATIENCE)
+        assert (answer.status, answer.headers.get(b"link"), await read_all(answer)) == (200, None, b'{"ok": 1}')
         answer.close()
         pool.close()
+
+
+async def test_a_stream_is_handed_on_without_being_asked_for() -> None:
+    """Each part of a stream reaches the client as it comes, and the connection serves the next request afterwards."""
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(SSE_HEAD)
+        for part in (b"one", b"two", b"three"):
+            writer.write(chunked(part))
+            await writer.drain()
+        writer.write(LAST_CHUNK)
+
+    async with scripted_engine(script) as engine:
+        pool = UpstreamPool(endpoint_of(engine.url))
+        for _ in range(2):
+            got: list[bytes] = []
+            answer = await pool.send(HEAD, b"{}", PATIENCE)
+            await answer.pump(got.append)
+            answer.close()
+            assert b"".join(got) == b"onetwothree"
+        assert engine.connections == 1
+        pool.close()
+
+
+async def test_what_a_sink_raises_ends_the_answer_and_cuts_the_connection() -> None:
+    """A stream that must not go on stops at once, and frees the engine."""
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(SSE_HEAD + chunked(b"one"))
+        await asyncio.Event().wait()
+
+    def refuse(_: bytes) -> None:
+        raise ValueError("enough")
+
+    async with scripted_engine(script) as engine:
+        pool = UpstreamPool(endpoint_of(engine.url))
+        answer = await pool.send(HEAD, b"{}", PATIENCE)
+        with pytest.raises(ValueError, match="enough"):
+            await answer.pump(refuse)
+        answer.close()
+        await await_until(lambda: engine.open_requests == 0, 2, "the engine to see the connection closed")
+
+
+async def test_silence_is_noticed_again_and_again_while_an_engine_thinks() -> None:
+    """A client can be told that its request still waits."""
+    noticed = 0
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        await asyncio.Event().wait()
+
+    def notice() -> None:
+        nonlocal noticed
+        noticed += 1
+
+    async with scripted_engine(script) as engine:
+        pool = UpstreamPool(endpoint_of(engine.url))
+        asking = asyncio.create_task(ask(pool, Patience(silence_s=0.03, on_silence=notice)))
+
+        def swept() -> bool:
+            pool.sweep(is_paused=True)
+            return noticed >= 3
+
+        await await_until(swept, 5, "three notices")
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_requests_without_output_are_given_up_when_the_engine_makes_no_progress() -> None:
+    """They can be placed again; one that has output keeps it and goes on waiting."""
+    has_output = True
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        nonlocal has_output
+        if has_output:
+            writer.write(SSE_HEAD + chunked(b"one"))
+            has_output = False
+        await asyncio.Event().wait()
+
+    async with scripted_engine(script) as engine:
+        pool = UpstreamPool(endpoint_of(engine.url))
+        running = await pool.send(HEAD, b"{}", PATIENCE)
+        assert await running.read() == b"one"
+        waiting = asyncio.create_task(ask(pool))
+        await await_until(lambda: engine.open_requests == 2, 2, "both requests")
+        pool.give_up_waiting()
+        with pytest.raises(StalledError):
+            await waiting
+        assert engine.open_requests >= 1
+        assert not running.is_complete
+        running.close()

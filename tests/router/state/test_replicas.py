@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from protocol.status import ReplicaState, ReplicaStatus
 from router.state.replicas import Lease, Replica, ReplicaTable
-from router.types import Endpoint, Health, Observation, ReplicaId
+from router.types import Endpoint, Health, Observation, ReplicaId, Verdict
 
 ENDPOINT = Endpoint("127.0.0.1", 8200)
 
@@ -83,7 +83,7 @@ def test_a_replica_added_again_while_old_requests_run_starts_at_zero() -> None:
     assert table.departing() == [old]
     new = add(table, "a")
     assert (old.in_flight, new.in_flight) == (1, 0)
-    lease.settle()
+    lease.settle(Verdict.NEUTRAL, 0.0)
     assert (old.in_flight, new.in_flight) == (0, 0)
     assert table.departing() == []
 
@@ -95,6 +95,12 @@ class Counting(RuleBasedStateMachine):
         super().__init__()
         self.table = ReplicaTable()
         self.leases: list[tuple[Lease, Replica, bool]] = []
+        self.now = 0.0
+
+    @rule(seconds=st.floats(0, 20))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.table.tick(self.now)
 
     @rule(name=st.sampled_from("abc"))
     def add_or_remove(self, name: str) -> None:
@@ -114,7 +120,7 @@ class Counting(RuleBasedStateMachine):
     def settle(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.leases) - 1))
         lease, replica, _ = self.leases[index]
-        lease.settle()
+        lease.settle(data.draw(st.sampled_from(Verdict)), self.now)
         self.leases[index] = (lease, replica, False)
 
     @invariant()
@@ -122,6 +128,50 @@ class Counting(RuleBasedStateMachine):
         for replica in [*self.table.all(), *self.table.departing()]:
             assert replica.in_flight == sum(is_open and owner is replica for _, owner, is_open in self.leases)
         assert all(replica.in_flight for replica in self.table.departing())
+
+
+def test_a_replica_that_fails_again_and_again_gets_nothing_more_until_a_trial_succeeds() -> None:
+    """Requests stop meeting a replica that is broken, and find it again when it is mended."""
+    table = ReplicaTable()
+    bad, good = add(table, "bad"), add(table, "good")
+    for _ in range(5):
+        table.lease(bad).settle(Verdict.BAD, 1.0)
+    assert (bad.health, table.candidates("m")) == (Health.TRIPPED, [good])
+    table.tick(7.0)
+    assert bad in table.candidates("m")
+    trial = table.lease(bad)
+    assert table.candidates("m") == [good], "one trial at a time"
+    trial.answered(8.0)
+    assert bad in table.candidates("m"), "an answer that has begun is proof enough"
+    trial.settle(Verdict.GOOD, 9.0)
+    assert bad.health is Health.READY
+
+
+def test_a_client_that_leaves_its_trial_proves_nothing() -> None:
+    """The next request is the trial then."""
+    table = ReplicaTable()
+    bad, _ = add(table, "bad"), add(table, "good")
+    for _ in range(5):
+        table.lease(bad).settle(Verdict.BAD, 1.0)
+    table.tick(7.0)
+    table.lease(bad).settle(Verdict.NEUTRAL, 7.5)
+    assert bad in table.candidates("m")
+
+
+@pytest.mark.parametrize("fault", ["tripped", "stalled"])
+def test_the_last_replica_is_never_taken_out(fault: str) -> None:
+    """Where nothing better is left, a doubtful replica is better than none."""
+    table = ReplicaTable()
+    only = add(table, "only")
+    if fault == "stalled":
+        table.set_stalled(only, True)
+    else:
+        for _ in range(5):
+            table.lease(only).settle(Verdict.BAD, 1.0)
+    assert only.health == fault
+    assert table.candidates("m") == [only]
+    other = add(table, "other")
+    assert table.candidates("m") == [other]
 
 
 TestCounting = Counting.TestCase

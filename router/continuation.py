@@ -1,0 +1,191 @@
+"""The request with which another replica goes on with an answer that broke off.
+
+What was sent becomes part of the prompt: as token ids where the client gets token ids (completions only; vLLM's chat takes
+none), else as text. Bodies are those that the first engine got, and valid.
+"""
+
+from typing import Any
+
+import msgspec
+
+from protocol.openai import Surface
+from router.continuable import (
+    NotContinuable,
+    Reason,
+    check_fields,
+    check_prompt_form,
+    check_sent,
+    continues_message,
+    extended_message,
+    has_one_choice,
+    last_message,
+    needs_ids,
+    prompt_ids,
+    prompt_text,
+)
+from router.raw_fields import RawFields, raw, read_fields, value
+from router.stream_memory import Sent
+
+_COMPLETION_MAX_TOKENS = 16  # vLLM's and OpenAI's default for completions; chat has none
+# What /tokenize takes of a request, beside the prompt of completions and the template's values.
+_COMPLETION_PROMPT_FIELDS = ("model", "add_special_tokens")
+_CHAT_PROMPT_FIELDS = (
+    "model",
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+)
+
+
+def continued_request(surface: Surface, body: bytes, sent: Sent, *, tokens_sent: int) -> bytes:
+    """The body for the next replica. Where nothing but a role was sent it is `body` itself.
+
+    Args:
+        surface: where `body` was posted.
+        body: what the first engine got.
+        sent: all that the client has got, over all replicas so far.
+        tokens_sent: how many tokens that is, as the engine counts (see `token_count_requests`).
+
+    Raises:
+        NotContinuable: going on could change the answer, or the answer's text would not fit together.
+        ValueError: the answer is finished; `is_finished` must be asked first.
+    """
+    fields = read_fields(body)
+    if sent.is_empty:
+        if sent.id and not has_one_choice(body):
+            raise NotContinuable(Reason.SEVERAL_CHOICES)
+        return body
+    _check(surface, fields, sent)
+    if sent.finish_reason is not None or sent.is_done:
+        raise ValueError("the answer is finished: there is nothing to continue")
+    if surface is Surface.CHAT:
+        _continue_messages(fields, sent.text)
+    else:
+        fields["prompt"] = _continued_prompt(fields, sent)
+    _reduce_limits(surface, fields, tokens_sent)
+    return msgspec.json.encode(fields)
+
+
+def token_count_requests(surface: Surface, body: bytes, sent: Sent) -> tuple[bytes, bytes] | None:
+    """Bodies for POST /tokenize: of the prompt, and of the prompt and what was sent.
+
+    The difference of both answers' `count` is `tokens_sent`. None where it need not be asked (it is
+    `len(sent.token_ids)`), and where it cannot be told of a finished answer (`sent.token_ids` is None then).
+
+    Raises:
+        NotContinuable: as `continued_request`; never for a finished answer.
+    """
+    if sent.token_ids is not None:
+        return None
+    fields = read_fields(body)
+    if sent.finish_reason is None:
+        _check(surface, fields, sent)
+    elif not _is_countable(surface, fields, sent):
+        return None
+    if surface is Surface.COMPLETIONS:
+        prompt = prompt_text(fields)
+        first = _some(fields, _COMPLETION_PROMPT_FIELDS) | {"prompt": raw(prompt)}
+        return msgspec.json.encode(first), msgspec.json.encode(first | {"prompt": raw(prompt + sent.text)})
+    first = _some(fields, _CHAT_PROMPT_FIELDS)
+    if template_values := _template_values(fields):
+        first["chat_template_kwargs"] = raw(template_values)
+    second = dict(first)
+    _continue_messages(second, sent.text)
+    return msgspec.json.encode(first), msgspec.json.encode(second)
+
+
+def token_limit(surface: Surface, body: bytes) -> int | None:
+    """The most tokens that the answer to `body` may have; None: only the context limits it."""
+    fields = read_fields(body)
+    for name in _limit_names(surface):
+        if (limit := _limit(fields, name)) is not None:
+            return limit
+    return _COMPLETION_MAX_TOKENS if surface is Surface.COMPLETIONS else None
+
+
+def _check(surface: Surface, fields: RawFields, sent: Sent) -> None:
+    if not sent.is_readable:
+        raise NotContinuable(Reason.UNREADABLE)
+    check_fields(surface, fields)
+    check_sent(surface, fields, sent)
+
+
+def _is_countable(surface: Surface, fields: RawFields, sent: Sent) -> bool:
+    """Whether the text is all that was generated, and the prompt one to which it can be appended."""
+    if sent.has_reasoning or sent.has_tool_calls or not sent.is_readable:
+        return False
+    try:
+        check_prompt_form(surface, fields)
+    except NotContinuable:
+        return False
+    return surface is Surface.CHAT or not needs_ids(fields)
+
+
+def _some(fields: RawFields, names: tuple[str, ...]) -> RawFields:
+    return {name: fields[name] for name in names if name in fields}
+
+
+def _continue_messages(fields: RawFields, text: str) -> None:
+    messages = msgspec.json.decode(fields["messages"], type=list[msgspec.Raw])
+    if continues_message(fields):
+        messages[-1] = raw(extended_message(last_message(fields), text))
+    else:
+        messages.append(raw({"role": "assistant", "content": text}))
+    fields["messages"] = raw(messages)
+    fields["add_generation_prompt"] = msgspec.Raw(b"false")
+    fields["continue_final_message"] = msgspec.Raw(b"true")
+
+
+def _template_values(fields: RawFields) -> dict[str, Any]:
+    """What a chat template gets: /tokenize knows only chat_template_kwargs, into which vLLM's chat puts these as well."""
+    values: dict[str, Any] = dict(value(fields, "chat_template_kwargs") or {})
+    effort = value(fields, "reasoning_effort")
+    if effort is not None:
+        values.setdefault("enable_thinking", effort != "none")
+        values.setdefault("reasoning_effort", effort)
+    if (documents := value(fields, "documents")) is not None:
+        values.setdefault("documents", documents)
+    return values
+
+
+def _continued_prompt(fields: RawFields, sent: Sent) -> msgspec.Raw:
+    continued: str | list[int]
+    if needs_ids(fields):
+        ids = prompt_ids(fields) or sent.prompt_token_ids
+        if ids is None or sent.token_ids is None:
+            raise NotContinuable(Reason.TOKEN_IDS)
+        continued = [*ids, *sent.token_ids]
+    else:
+        continued = prompt_text(fields) + sent.text
+    # A prompt in a list stays in one.
+    prompt = value(fields, "prompt")
+    return raw([continued] if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else continued)
+
+
+def _limit_names(surface: Surface) -> tuple[str, ...]:
+    """The first that is set counts."""
+    return ("max_completion_tokens", "max_tokens") if surface is Surface.CHAT else ("max_tokens",)
+
+
+def _limit(fields: RawFields, name: str) -> int | None:
+    limit = value(fields, name)
+    return None if limit is None else int(limit)
+
+
+def _reduce_limits(surface: Surface, fields: RawFields, tokens_sent: int) -> None:
+    if surface is Surface.COMPLETIONS and _limit(fields, "max_tokens") is None:
+        fields["max_tokens"] = raw(_COMPLETION_MAX_TOKENS)
+    is_first = True
+    for name in _limit_names(surface):
+        limit = _limit(fields, name)
+        if limit is None:
+            continue
+        if is_first and limit <= tokens_sent:
+            raise ValueError(f"{tokens_sent} tokens were sent of {name}={limit}: there is nothing to continue")
+        fields[name] = raw(max(1, limit - tokens_sent))  # the second spelling has no effect, but must be valid
+        is_first = False

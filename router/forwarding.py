@@ -1,0 +1,315 @@
+"""One request's way over the replicas: placed, sent, relayed, and where something fails placed again or continued."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from protocol import headers as names
+from protocol.openai import InvalidRequestError, Surface
+from router.attempts import RETRIED_STATUSES, Retries, verdict_of
+from router.continuable import NotContinuable
+from router.continuing import CONTINUATIONS_MAX, CONTINUED, NO_COUNTS, Resumption
+from router.edge.client import ClientConnection, Request
+from router.edge.fleet import Fleet
+from router.edge.metrics import RouterMetrics
+from router.edge.upstream import Patience, Timeouts
+from router.errors import LocalLimitError, StalledError, UnreachableError, UpstreamError, UpstreamTimeoutError
+from router.exchange import Exchange, Rejection, no_replica, unreachable
+from router.model_alias import ModelAlias
+from router.outcome import Outcome
+from router.policy.choose import Policy
+from router.relay import BrokenStream, EngineRefusal, Leg, relay, version_of
+from router.reply import Reply
+from router.request_body import plain_body
+from router.request_fields import RequestFacts, engine_body, read_request
+from router.state.replicas import Lease, Replica
+from router.stored_responses import response_id
+from router.stream_memory import StreamMemory
+from router.types import RequestInfo, Verdict
+
+# Trace context is the only thing of a client's headers that an engine gets: everything else there could steer it.
+FORWARDED = (b"traceparent", b"tracestate")
+# How OpenAI's and Anthropic's clients say that they try again.
+CLIENT_RETRY_COUNT = b"x-stainless-retry-count"
+
+# Above this a body is understood in a thread: the longest take a second, in which no stream would go on.
+LONG_BODY_BYTES = 1024 * 1024
+
+_KEY_MESSAGE = "The replica does not take this service's key; its operator must check --upstream-key."
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardingSettings:
+    body_bytes_max: int
+    alias: str | None  # the one name by which clients know the model
+    shows_replica: bool
+    continues: bool  # broken streams, where it is safe
+    keep_alive_s: float
+    timeouts: Timeouts
+    model_timeouts: Mapping[str, Timeouts]  # by the name that clients use
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardingParts:
+    """What all requests share."""
+
+    fleet: Fleet
+    policy: Policy
+    retries: Retries
+    metrics: RouterMetrics
+    settings: ForwardingSettings
+    engine_headers: bytes  # lines that every request to an engine carries
+
+
+class Forwarding:
+    """Lives as long as its request. `run` returns its outcome or raises Rejection."""
+
+    __slots__ = (
+        "_alias",
+        "_body",
+        "_broken",
+        "_connection",
+        "_engine_model",
+        "_exchange",
+        "_facts",
+        "_memory",
+        "_parts",
+        "_patience",
+        "_reply",
+        "_request",
+        "_resumption",
+    )
+
+    def __init__(
+        self, parts: ForwardingParts, request: Request, connection: ClientConnection, exchange: Exchange, reply: Reply
+    ) -> None:
+        self._parts = parts
+        self._request = request
+        self._connection = connection
+        self._exchange = exchange
+        self._reply = reply
+        self._facts: RequestFacts
+        self._engine_model = ""
+        self._body = b""
+        self._alias: ModelAlias | None = None
+        self._patience: Patience
+        self._memory: StreamMemory | None = None
+        self._broken: BrokenStream | None = None  # why the answer must be continued
+        self._resumption: Resumption | None = None
+
+    async def run(self) -> Outcome:
+        await self._read()
+        retries, exchange = self._parts.retries, self._exchange
+        while True:
+            lease = self._place()
+            verdict = Verdict.NEUTRAL
+            try:
+                await self._attempt(lease)
+                verdict = Verdict.GOOD
+                retries.success(time.monotonic())
+                return Outcome.COMPLETED
+            except EngineRefusal as refusal:
+                verdict = verdict_of(refusal.status)
+                exchange.error = str(refusal)
+                if not (refusal.status in RETRIED_STATUSES and self._may_retry(lease)):
+                    raise self._refused(refusal) from refusal
+            except BrokenStream as broken:
+                verdict = Verdict.BAD
+                exchange.error = str(broken)
+                if not broken.is_stream:
+                    self._reply.break_off()
+                    return broken.outcome
+                if self._ends_with(broken):
+                    return Outcome.COMPLETED
+            except NotContinuable as refusal:
+                raise self._not_continued(refusal.reason) from refusal
+            except StalledError as error:
+                # The replica is out already, and what it had must not be lost for want of a retry budget.
+                exchange.error = str(error)
+                if not self._has_other_replica():
+                    raise unreachable() from error
+                self._parts.metrics.retried(lease.replica.id)
+            except UpstreamTimeoutError as error:
+                verdict = Verdict.BAD
+                exchange.error = str(error)
+                message = "The model did not answer in time."
+                raise Rejection(504, message, Outcome.UPSTREAM_TIMEOUT, code="upstream_timeout") from error
+            except LocalLimitError as error:
+                exchange.error = str(error)
+                message = "The service is out of connections; try again."
+                raise Rejection(503, message, Outcome.UPSTREAM_UNREACHABLE, code="overloaded") from error
+            except UpstreamError as error:
+                # The client has got nothing yet, so another replica can answer in this one's place.
+                verdict = Verdict.BAD
+                exchange.error = str(error)
+                if isinstance(error, UnreachableError):
+                    self._parts.fleet.report_unreachable(lease.replica, str(error))
+                if not self._may_retry(lease):
+                    raise unreachable() from error
+            finally:
+                lease.settle(verdict, time.monotonic())
+
+    async def _read(self) -> None:
+        """Understands the request. Raises Rejection."""
+        request, exchange, parts = self._request, self._exchange, self._parts
+        settings = parts.settings
+        body = await plain_body(request.body, request.headers.get(b"content-encoding"), settings.body_bytes_max)
+        exchange.request_bytes = len(body)
+        if request.headers.get(CLIENT_RETRY_COUNT, b"0") != b"0":
+            parts.retries.client_retry(time.monotonic())
+        try:
+            if len(body) > LONG_BODY_BYTES:
+                facts = await asyncio.to_thread(read_request, exchange.surface, body)
+            else:
+                facts = read_request(exchange.surface, body)
+        except InvalidRequestError as error:
+            raise Rejection(400, error.message, Outcome.REJECTED_INVALID, param=error.param, code=error.code) from None
+        self._facts = facts
+        self._engine_model = engine_model(parts.fleet.table.served, facts.model, settings.alias)
+        exchange.model = facts.model
+        if self._engine_model != facts.model:
+            self._alias = ModelAlias(public=facts.model, engine=self._engine_model)
+        if exchange.surface is not Surface.RESPONSES:  # there it depends on the replica
+            body = engine_body(body, facts, surface=exchange.surface, model=self._engine_model)
+        self._body = body
+        timeouts = settings.model_timeouts.get(facts.model, settings.timeouts)
+        self._patience = Patience(
+            timeouts,
+            asyncio.get_running_loop().time() + timeouts.total if timeouts.total else None,
+            settings.keep_alive_s,
+            self._reply.keep_alive if facts.stream else None,
+        )
+        has_others = len(parts.fleet.table.served[self._engine_model]) > 1
+        if settings.continues and has_others and facts.never_continues is None and exchange.surface in CONTINUED:
+            self._memory = StreamMemory()
+
+    async def _attempt(self, lease: Lease) -> None:
+        """Sends the request to one replica and relays what it answers. Raises what `relay` and the pool raise."""
+        exchange, facts, parts = self._exchange, self._facts, self._parts
+        pool = parts.fleet.pool(lease.endpoint)
+        resumption, seam = self._resumption, None
+        if resumption is not None:
+            counts = await resumption.count(pool, self._head)
+            if (ending := resumption.ending(counts)) is not None:
+                self._reply.end(ending)
+                return
+            body, seam = resumption.next_leg(counts)
+        elif exchange.surface is Surface.RESPONSES:
+            request_id = response_id(exchange.engine_request_id, lease.replica.id)
+            body = engine_body(self._body, facts, surface=exchange.surface, model=self._engine_model, request_id=request_id)
+        else:
+            body = self._body
+        answer = await pool.send(self._head(exchange.route.encode(), len(body)), body, self._patience)
+        if answer.status < 400:
+            lease.answered(time.monotonic())
+        leg = Leg(
+            surface=exchange.surface,
+            strips_usage=facts.strips_usage,
+            choices=facts.n,
+            checkpoint=lease.replica.checkpoint,
+            alias=self._alias,
+            memory=self._memory,
+            seam=seam,
+        )
+        try:
+            await relay(answer, self._reply, self._connection, exchange, leg)
+        finally:
+            answer.close()
+
+    def _head(self, target: bytes, body_bytes: int) -> bytes:
+        headers = self._request.headers
+        block = self._parts.engine_headers
+        for name in FORWARDED:
+            if name in headers:
+                block += b"%b: %b\r\n" % (name, headers[name])
+        line = b"POST %b HTTP/1.1\r\n%bcontent-length: %d\r\n%b: %b\r\n"
+        return line % (target, block, body_bytes, names.REQUEST_ID, self._exchange.engine_request_id.encode())
+
+    def _place(self) -> Lease:
+        exchange, table = self._exchange, self._parts.fleet.table
+        candidates = self._candidates()
+        if not candidates:
+            if self._broken is not None:
+                raise self._not_continued("no_replica")
+            if exchange.tried:
+                raise unreachable()
+            raise no_replica(f"No replica that serves '{exchange.model}' is ready; GET /ready says why.")
+        replica = self._parts.policy.choose(RequestInfo(self._engine_model, len(self._body)), candidates)
+        exchange.tried.append(replica)
+        exchange.attempts += 1
+        exchange.replica = replica.id
+        return table.lease(replica)
+
+    def _candidates(self) -> list[Replica]:
+        candidates = self._parts.fleet.table.candidates(self._engine_model, self._exchange.tried)
+        if self._broken is None:
+            return candidates
+        version = version_of(self._exchange.checkpoint)
+        return [replica for replica in candidates if version_of(replica.checkpoint or "") == version]
+
+    def _may_retry(self, lease: Lease) -> bool:
+        """Whether the request goes to another replica; if so, that is counted."""
+        if not self._has_other_replica():
+            return False
+        if self._broken is None and not self._parts.retries.may_retry(self._exchange.attempts, time.monotonic()):
+            return False
+        self._parts.metrics.retried(lease.replica.id)
+        return True
+
+    def _has_other_replica(self) -> bool:
+        return bool(self._candidates())
+
+    def _refused(self, refusal: EngineRefusal) -> Rejection:
+        """The engine's own last word, in OpenAI's shape."""
+        status, detail = refusal.status, refusal.detail
+        if self._broken is not None:
+            return self._not_continued("engine_refused")
+        if status in (401, 403):
+            # The client's own key was checked long before: this is about the router's.
+            self._exchange.error = f"the engine answered {status} to the router's key"
+            return Rejection(502, _KEY_MESSAGE, Outcome.ENGINE_ERROR, code="upstream_error")
+        outcome = Outcome.ENGINE_REFUSED if status < 500 else Outcome.ENGINE_ERROR
+        return Rejection(status, detail.message, outcome, code=detail.code, param=detail.param, retry_after=refusal.retry_after)
+
+    def _ends_with(self, broken: BrokenStream) -> bool:
+        """Prepares to go on with a broken answer; true if it lacked nothing but its end. Raises Rejection if it cannot."""
+        self._broken = broken
+        if self._memory is None:
+            reason = self._facts.never_continues if self._parts.settings.continues else "off"
+            raise self._not_continued(reason or "no_replica")
+        if self._exchange.continuations >= CONTINUATIONS_MAX:
+            raise self._not_continued("too_often")
+        seams = self._exchange.continuations = self._exchange.continuations + 1
+        self._resumption = Resumption(self._exchange.surface, self._body, self._memory.sent(), seams)
+        if self._resumption.sent.finish_reason is not None and (ending := self._resumption.ending(NO_COUNTS)) is not None:
+            self._reply.end(ending)
+            self._parts.metrics.continuation("only_the_end")
+            return True
+        return False
+
+    def _not_continued(self, reason: str) -> Rejection:
+        """The broken answer ends here."""
+        assert self._broken is not None
+        self._parts.metrics.continuation(reason)
+        detail = self._broken.detail
+        return Rejection(502, detail.message, self._broken.outcome, code=detail.code, param=detail.param)
+
+
+def engine_model(served: Mapping[str, Sequence[Replica]], model: str, alias: str | None) -> str:
+    """The engine's name of the model that a request asks for. Raises Rejection."""
+    if not served:
+        raise no_replica(f"No replica has answered yet, so it is not known whether '{model}' is served; GET /ready says why.")
+    if alias is None and model in served:
+        return model
+    if alias is not None and model == alias:
+        if len(served) > 1:
+            raise no_replica(f"'{model}' stands for one model, but the replicas serve {', '.join(sorted(served))}.")
+        return next(iter(served))
+    raise Rejection(
+        404,
+        f"The model '{model}' does not exist; GET /v1/models lists what is served.",
+        Outcome.REJECTED_INVALID,
+        param="model",
+        code="model_not_found",
+    )

@@ -1,0 +1,290 @@
+"""What the router reads of a request body, refuses in it and changes in it. Everything else passes through unread."""
+
+import re
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw
+
+from protocol.openai import InvalidRequestError, Surface, decode_body, find_remote_url
+from router.request_schema import (
+    ABSENT,
+    DECODERS,
+    REFUSED,
+    ChatFields,
+    CommonFields,
+    CompletionFields,
+    EmbeddingsFields,
+    GeneratingFields,
+    MessagesFields,
+    OpenAIFields,
+    ResponsesFields,
+    TokenizeFields,
+)
+
+SCHEMA_BYTES_MAX = 64 * 1024
+TOOLS_BYTES_MAX = 1024 * 1024
+REGEX_CHARS_MAX = 4096
+
+
+class RequestFacts(msgspec.Struct, frozen=True, gc=False):
+    """What the router needs to know of a request in order to place it, bill it and continue it."""
+
+    model: str  # as the client calls it
+    stream: bool
+    n: int
+    strips_usage: bool  # the router asks the engine for usage that the client did not ask for
+    prompt_cache_key: str | None  # the client's hint which requests share a prefix
+    never_continues: str | None  # why a broken answer cannot be continued by another replica; None: it can
+    sends_stream_options: bool  # the key stands in the body, be it with null
+    sends_request_id: bool
+
+
+def read_request(surface: Surface, body: bytes) -> RequestFacts:
+    """Raises InvalidRequestError for a body that is not a request, asks for what is not served or is above a limit."""
+    try:
+        fields = decode_body(DECODERS[surface], body)
+    except InvalidRequestError as error:
+        raise _refusal(error) from error
+    if fields.model is None:
+        message = "You must provide a 'model'; GET /v1/models lists what is served."
+        raise InvalidRequestError(message, "model", "missing_required_parameter")
+    _check_urls(fields)
+    stream, n, strips_usage, sends_stream_options = False, 1, False, False
+    prompt_cache_key: str | None = None
+    never_continues: str | None = "surface"
+    if isinstance(fields, GeneratingFields):
+        stream = fields.stream is True
+        prompt_cache_key = fields.prompt_cache_key
+        _check_sizes(fields)
+        if isinstance(fields, OpenAIFields):
+            n = 1 if fields.n is None else fields.n
+            options = fields.stream_options
+            sends_stream_options = options is not UNSET
+            if stream:
+                strips_usage = not (options and options.include_usage)
+                never_continues = _never_continues(fields)
+            else:
+                never_continues = "not a stream"
+                if options:
+                    message = "'stream_options' is only allowed when 'stream' is true; leave it out or set 'stream' to true."
+                    raise InvalidRequestError(message, "stream_options", "invalid_value")
+            if isinstance(fields, ChatFields) and fields.store:
+                raise _unsupported("store")
+    return RequestFacts(
+        fields.model,
+        stream,
+        n,
+        strips_usage,
+        prompt_cache_key,
+        never_continues,
+        sends_stream_options,
+        fields.request_id is not UNSET,
+    )
+
+
+def engine_body(
+    body: bytes, facts: RequestFacts, *, surface: Surface, model: str | None = None, request_id: str | None = None
+) -> bytes:
+    """The body for the engine: `body` itself when nothing changes.
+
+    `model` is the engine's name for the model where it differs from the client's. `request_id` becomes the id of the answer on
+    the one surface whose engine takes it from the body, responses. Where `facts.strips_usage`, usage is asked for.
+    `facts` are those of `body`. A new key is spliced in behind the opening brace; a key that the client sent as well would win
+    over it there, so then the top level is written anew, value by value as the client wrote them.
+    """
+    changes: dict[str, bytes] = {}
+    is_spliced = True
+    if facts.strips_usage:
+        changes["stream_options"] = b'{"include_usage":true}'
+        is_spliced = not facts.sends_stream_options
+    if request_id is not None and surface is Surface.RESPONSES:
+        changes["request_id"] = msgspec.json.encode(request_id)
+        is_spliced = is_spliced and not facts.sends_request_id
+    if model is not None and model != facts.model:
+        changes["model"] = msgspec.json.encode(model)
+        is_spliced = False
+    if not changes:
+        return body
+    if is_spliced:
+        inside = body.index(b"{") + 1
+        inserted = [b'"%b":%b,' % (name.encode(), value) for name, value in changes.items()]
+        return b"".join([body[:inside], *inserted, memoryview(body)[inside:]])
+    fields = msgspec.json.decode(body, type=dict[str, Raw])
+    if facts.strips_usage and facts.sends_stream_options:
+        changes["stream_options"] = _with_usage(fields["stream_options"])
+    fields.update((name, Raw(value)) for name, value in changes.items())
+    return msgspec.json.encode(fields)
+
+
+def _with_usage(stream_options: Raw) -> bytes:
+    options = msgspec.json.decode(stream_options, type=dict[str, Raw] | None) or {}
+    options["include_usage"] = Raw(b"true")
+    if "continuous_usage_stats" in options:
+        # Without include_usage it has no effect; now it would put usage into every chunk.
+        options["continuous_usage_stats"] = Raw(b"false")
+    return msgspec.json.encode(options)
+
+
+def _refusal(error: InvalidRequestError) -> InvalidRequestError:
+    """What the decoder found, as the refusal that stands behind the declared type."""
+    field = re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
+    if field not in REFUSED or error.param == "chat_template_kwargs" or field == "store":
+        return error
+    return _unsupported(field)
+
+
+def _unsupported(field: str) -> InvalidRequestError:
+    return InvalidRequestError(f"Unsupported parameter: '{field}'. {REFUSED[field]}", field, "unsupported_parameter")
+
+
+_NOTHING = (b"null", b"{}", b"[]")
+
+
+def _is_given(raw: Raw) -> bool:
+    return raw is not ABSENT and bytes(memoryview(raw)[:5]) not in _NOTHING
+
+
+class _StructuredOutputs(msgspec.Struct, gc=False):
+    regex: str | None = None
+    whitespace_pattern: str | None = None
+
+
+_STRUCTURED_OUTPUTS = msgspec.json.Decoder(_StructuredOutputs | None)
+
+
+def _check_sizes(fields: GeneratingFields) -> None:
+    if fields.tools is not ABSENT:
+        _check_size("tools", fields.tools, TOOLS_BYTES_MAX, "send fewer or shorter tools")
+    _check_schema("structured_outputs", fields.structured_outputs)
+    if fields.structured_outputs is not ABSENT:
+        _check_regexes(fields.structured_outputs)
+    if isinstance(fields, OpenAIFields):
+        _check_schema("response_format", fields.response_format)
+    elif isinstance(fields, ResponsesFields):
+        _check_schema("text", fields.text)
+    elif isinstance(fields, MessagesFields):
+        _check_schema("output_config", fields.output_config)
+
+
+def _check_schema(field: str, value: Raw) -> None:
+    if value is not ABSENT:
+        _check_size(field, value, SCHEMA_BYTES_MAX, "send a smaller schema")
+
+
+def _check_size(field: str, value: Raw, bytes_max: int, remedy: str) -> None:
+    size = len(memoryview(value))
+    if size > bytes_max:
+        message = f"Invalid '{field}': {size} bytes are above the maximum of {bytes_max}; {remedy}."
+        raise InvalidRequestError(message, field, "string_above_max_length")
+
+
+def _check_regexes(structured_outputs: Raw) -> None:
+    try:
+        regexes = _STRUCTURED_OUTPUTS.decode(structured_outputs)
+    except msgspec.DecodeError as error:
+        what = str(error).replace("`$.", "`structured_outputs.").replace("`$`", "`structured_outputs`")
+        raise InvalidRequestError(f"Invalid 'structured_outputs': {what}.", "structured_outputs", "invalid_type") from error
+    for regex in () if regexes is None else (regexes.regex, regexes.whitespace_pattern):
+        if regex is not None and len(regex) > REGEX_CHARS_MAX:
+            message = (
+                f"Invalid 'structured_outputs': a regular expression of {len(regex)} characters is above the maximum of "
+                f"{REGEX_CHARS_MAX}; send a shorter one or a JSON schema."
+            )
+            raise InvalidRequestError(message, "structured_outputs", "string_above_max_length")
+
+
+def _check_urls(fields: CommonFields) -> None:
+    """Content must come with the request: an engine that fetched URLs for clients could be sent anywhere."""
+    if isinstance(fields, (ChatFields, MessagesFields, TokenizeFields)):
+        for index, message in enumerate(fields.messages or ()):
+            if message.content is not ABSENT and memoryview(message.content)[0] != _QUOTE:
+                _check_content(f"messages[{index}].content", message.content)
+        if isinstance(fields, MessagesFields):
+            _check_content("system", fields.system)
+    elif isinstance(fields, (ResponsesFields, EmbeddingsFields)):
+        _check_content("input", fields.input)
+        if isinstance(fields, EmbeddingsFields):
+            _check_content("messages", fields.messages)
+
+
+_QUOTE = ord('"')
+# A letter or underscore that is written as an escape could hide the name of a field from a search of the bytes.
+_ESCAPED_LETTER = re.compile(rb"\\u00(?:5[fF]|6[0-9a-fA-F]|7[0-9aA])")
+
+
+def _check_content(path: str, raw: Raw) -> None:
+    if raw is ABSENT or memoryview(raw)[0] == _QUOTE:
+        return
+    content = bytes(raw)
+    if b'url"' not in content and not (b"\\u00" in content and _ESCAPED_LETTER.search(content)):
+        return
+    try:
+        value = msgspec.json.decode(content)
+    except msgspec.DecodeError as error:  # a number out of range
+        raise InvalidRequestError(f"Invalid value in '{path}': {error}.", path, "invalid_value") from error
+    if found := find_remote_url(value, path):
+        param, url = found
+        message = f"Unsupported URL in '{param}' ({url}): nothing is fetched; send the content itself as a data: URL."
+        raise InvalidRequestError(message, param, "unsupported_parameter")
+
+
+def _never_continues(fields: OpenAIFields) -> str | None:
+    """Why another replica could not go on where an answer broke off, judged by the request alone."""
+    if (fields.n or 1) > 1 or (fields.best_of or 1) > 1 or fields.use_beam_search:
+        return "n"
+    if fields.prompt_logprobs is not None or _is_given(fields.logprob_token_ids):
+        return "logprobs"
+    if fields.seed is not None:
+        return "seed"
+    if fields.presence_penalty or fields.frequency_penalty or (fields.repetition_penalty or 1.0) != 1.0:
+        return "penalties"
+    if _is_given(fields.logit_bias):
+        return "logit_bias"
+    if _is_given(fields.tools):
+        return "tools"
+    if _is_given(fields.structured_outputs) or (fields.response_format is not ABSENT and _constrains(fields.response_format)):
+        return "structured_output"
+    if fields.echo:
+        return "echo"
+    if fields.min_tokens:
+        return "min_tokens"
+    if fields.bad_words:
+        return "bad_words"
+    if _is_given(fields.repetition_detection):
+        return "repetition_detection"
+    if fields.truncate_prompt_tokens is not None:
+        return "truncate_prompt_tokens"
+    if isinstance(fields, ChatFields):
+        if fields.logprobs:
+            return "logprobs"
+        # The prefix would have to join a message that the client began, or follow a prompt that opens no answer.
+        if fields.continue_final_message or fields.add_generation_prompt is False:
+            return "continue_final_message"
+    elif isinstance(fields, CompletionFields):
+        if fields.logprobs is not None:
+            return "logprobs"
+        if not _takes_suffix(fields):
+            return "prompt"
+    return None
+
+
+class _ResponseFormat(msgspec.Struct, gc=False):
+    type: Any = None
+
+
+def _constrains(response_format: Raw) -> bool:
+    try:
+        chosen = msgspec.json.decode(response_format, type=_ResponseFormat | None)
+    except msgspec.DecodeError:
+        return True
+    return chosen is not None and chosen.type != "text"
+
+
+_TOKEN_IDS = re.compile(rb"\[\s*\d")
+
+
+def _takes_suffix(fields: CompletionFields) -> bool:
+    """Text can be appended to one text, token ids to one list of token ids; several prompts have several answers."""
+    prompt = bytes(fields.prompt)
+    return prompt.startswith(b'"') or (fields.return_token_ids is True and _TOKEN_IDS.match(prompt) is not None)
