@@ -6,11 +6,12 @@ PORT ?= $(or $(INTELLECT_PORT),8000)
 ADMIN_PORT ?= $(or $(INTELLECT_ADMIN_PORT),8001)
 ENGINE ?= vllm
 STATE_DIR ?=
+BENCH ?=
 
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check clean
+.PHONY: help setup serve test check bench clean
 
 help:
 	@echo 'make serve    a served model on http://127.0.0.1:$(PORT), with everything it needs'
@@ -18,6 +19,8 @@ help:
 	@echo '              ENGINE=vllm|sim STATE_DIR=FOLDER'
 	@echo 'make test     every test that needs no GPU'
 	@echo 'make check    format, lint, types, import arrows'
+	@echo 'make bench    what the router costs beside other routers (needs nginx and wrk; 8 minutes); writes docs/benchmarks.md'
+	@echo '              variables: BENCH=ARGUMENTS, such as BENCH="--only requests --routers ours"; BENCH=--help lists them'
 	@echo 'make setup    .venv with all dependencies; the others run it, and it is idempotent'
 	@echo '              variables: ACCELERATOR=cpu|cuda PYTHON=INTERPRETER'
 	@echo 'make clean    remove what setup and the tests made (models and checkpoints stay in ~/.cache/intellect)'
@@ -38,6 +41,9 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/test_arrows.py
 
+bench: setup
+	@exec $(BIN)/python -m loadtests.overhead $(BENCH)
+
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .bench-venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

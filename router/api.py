@@ -4,7 +4,7 @@ Default-deny: a path that is not listed here is answered 404 and never reaches a
 path, by exact match.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -97,18 +97,19 @@ class Api:
         route = "other" if surface is None else surface.value
         self._proxy.refuse(surface or Surface.CHAT, route, request, connection, refusal, extra)
 
-    async def serve(self, request: Request, connection: ClientConnection) -> None:
+    def serve(self, request: Request, connection: ClientConnection) -> Coroutine[Any, Any, None] | None:
         path = request.path
         extra = self._cors.lines(request.headers)
         surface = PROXIED.get(path)
         if surface is not None and request.method == "POST":
-            await self._proxy.handle(surface, request, connection, extra)
-        elif request.method == "OPTIONS":
+            return self._proxy.handle(surface, request, connection, extra)
+        if request.method == "OPTIONS":
             connection.respond(204, self._cors.preflight(request.headers, _allowed_methods(path) or "") or b"", b"")
-        elif (stored := parse_path(path)) is not None:
-            await self._proxy.handle_stored(stored[0], request, connection, extra, cancels=stored[1])
-        else:
-            self._serve_own(request, connection, extra)
+            return None
+        if (stored := parse_path(path)) is not None:
+            return self._proxy.handle_stored(stored[0], request, connection, extra, cancels=stored[1])
+        self._serve_own(request, connection, extra)
+        return None
 
     def _serve_own(self, request: Request, connection: ClientConnection, extra: bytes) -> None:
         status = 200
@@ -171,7 +172,7 @@ def _allowed_methods(path: str) -> str | None:
         return "GET, HEAD"
     stored = parse_path(path)
     if stored is not None:
-        return "POST" if stored[1] else "GET"
+        return "POST" if stored[1] else "GET, HEAD"
     return None
 
 

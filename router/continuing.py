@@ -22,13 +22,13 @@ COUNT_BYTES_MAX = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Tokens, as the next replica counts them. `prompt` is None where it was not asked or did not say."""
+    """Tokens, as the next replica counts them; None where nobody was asked or could say."""
 
-    sent: int
+    sent: int | None
     prompt: int | None
 
 
-NO_COUNTS = Counts(0, None)
+NO_COUNTS = Counts(None, None)
 
 
 class _TokenCount(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class Resumption:
         """
         requests = token_count_requests(self.surface, self.body, self.sent)
         if requests is None:
-            return Counts(len(self.sent.token_ids or ()), None)
+            return Counts(None if self.sent.token_ids is None else len(self.sent.token_ids), None)
         counts = []
         for body in requests:
             answer = await pool.send(head(b"/tokenize", len(body)), body, _COUNT_PATIENCE)
@@ -71,8 +71,9 @@ class Resumption:
 
     def next_leg(self, counts: Counts) -> tuple[bytes, SeamRewriter]:
         """The body for the next replica, and what makes its events part of the stream. Raises NotContinuable."""
-        body = continued_request(self.surface, self.body, self.sent, tokens_sent=counts.sent)
-        return body, SeamRewriter(self.sent, tokens_sent=counts.sent, seams=self.seams)
+        tokens_sent = self.sent.chunks if counts.sent is None else counts.sent
+        body = continued_request(self.surface, self.body, self.sent, tokens_sent=tokens_sent)
+        return body, SeamRewriter(self.sent, tokens_sent=tokens_sent, seams=self.seams)
 
 
 _COUNT_PATIENCE = Patience(timeouts=Timeouts(first_byte=COUNT_TIMEOUT_S, idle=COUNT_TIMEOUT_S))

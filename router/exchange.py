@@ -64,6 +64,7 @@ class Exchange:
     first_byte_s: float | None = None
     request_bytes: int = 0
     response_bytes: int = 0
+    events: int = 0  # of a stream whose events are numbered
     usage: Usage | None = None
     error: str = ""
     tried: list[Replica] = field(default_factory=list)

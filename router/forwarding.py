@@ -9,7 +9,7 @@ from protocol import headers as names
 from protocol.openai import InvalidRequestError, Surface
 from router.attempts import RETRIED_STATUSES, Retries, verdict_of
 from router.continuable import NotContinuable
-from router.continuing import CONTINUATIONS_MAX, CONTINUED, NO_COUNTS, Resumption
+from router.continuing import CONTINUATIONS_MAX, CONTINUED, NO_COUNTS, Counts, Resumption
 from router.edge.client import ClientConnection, Request
 from router.edge.fleet import Fleet
 from router.edge.metrics import RouterMetrics
@@ -25,6 +25,7 @@ from router.request_body import plain_body
 from router.request_fields import RequestFacts, engine_body, read_request
 from router.state.replicas import Lease, Replica
 from router.stored_responses import response_id
+from router.stream_editor import editor_for
 from router.stream_memory import StreamMemory
 from router.types import RequestInfo, Verdict
 
@@ -33,7 +34,7 @@ FORWARDED = (b"traceparent", b"tracestate")
 # How OpenAI's and Anthropic's clients say that they try again.
 CLIENT_RETRY_COUNT = b"x-stainless-retry-count"
 
-# Above this a body is understood in a thread: the longest take a second, in which no stream would go on.
+# Above this a body is understood in a thread: the longest take a second.
 LONG_BODY_BYTES = 1024 * 1024
 
 _KEY_MESSAGE = "The replica does not take this service's key; its operator must check --upstream-key."
@@ -99,9 +100,12 @@ class Forwarding:
         self._resumption: Resumption | None = None
 
     async def run(self) -> Outcome:
-        await self._read()
+        body, facts = await self._understand() if self._is_laborious() else self._read(self._request.body)
+        self._prepare(body, facts)
         retries, exchange = self._parts.retries, self._exchange
         while True:
+            if self._resumption is not None and not self._has_replica() and self._ends(self._resumption, NO_COUNTS):
+                return Outcome.COMPLETED
             lease = self._place()
             verdict = Verdict.NEUTRAL
             try:
@@ -120,14 +124,13 @@ class Forwarding:
                 if not broken.is_stream:
                     self._reply.break_off()
                     return broken.outcome
-                if self._ends_with(broken):
-                    return Outcome.COMPLETED
+                self._resume(broken)
             except NotContinuable as refusal:
                 raise self._not_continued(refusal.reason) from refusal
             except StalledError as error:
                 # The replica is out already, and what it had must not be lost for want of a retry budget.
                 exchange.error = str(error)
-                if not self._has_other_replica():
+                if not self._has_replica():
                     raise unreachable() from error
                 self._parts.metrics.retried(lease.replica.id)
             except UpstreamTimeoutError as error:
@@ -150,21 +153,30 @@ class Forwarding:
             finally:
                 lease.settle(verdict, time.monotonic())
 
-    async def _read(self) -> None:
-        """Understands the request. Raises Rejection."""
-        request, exchange, parts = self._request, self._exchange, self._parts
-        settings = parts.settings
-        body = await plain_body(request.body, request.headers.get(b"content-encoding"), settings.body_bytes_max)
-        exchange.request_bytes = len(body)
-        if request.headers.get(CLIENT_RETRY_COUNT, b"0") != b"0":
-            parts.retries.client_retry(time.monotonic())
+    def _is_laborious(self) -> bool:
+        """Whether to understand the request takes long enough for streams to stand still meanwhile."""
+        return len(self._request.body) > LONG_BODY_BYTES or b"content-encoding" in self._request.headers
+
+    async def _understand(self) -> tuple[bytes, RequestFacts]:
+        request = self._request
+        coding = request.headers.get(b"content-encoding")
+        body = await asyncio.to_thread(plain_body, request.body, coding, self._parts.settings.body_bytes_max)
+        return await asyncio.to_thread(self._read, body)
+
+    def _read(self, body: bytes) -> tuple[bytes, RequestFacts]:
+        """Raises Rejection."""
         try:
-            if len(body) > LONG_BODY_BYTES:
-                facts = await asyncio.to_thread(read_request, exchange.surface, body)
-            else:
-                facts = read_request(exchange.surface, body)
+            return body, read_request(self._exchange.surface, body)
         except InvalidRequestError as error:
             raise Rejection(400, error.message, Outcome.REJECTED_INVALID, param=error.param, code=error.code) from None
+
+    def _prepare(self, body: bytes, facts: RequestFacts) -> None:
+        """Decides what is sent, and for how long its answer is waited for. Raises Rejection."""
+        exchange, parts = self._exchange, self._parts
+        settings = parts.settings
+        exchange.request_bytes = len(body)
+        if self._request.headers.get(CLIENT_RETRY_COUNT, b"0") != b"0":
+            parts.retries.client_retry(time.monotonic())
         self._facts = facts
         self._engine_model = engine_model(parts.fleet.table.served, facts.model, settings.alias)
         exchange.model = facts.model
@@ -191,8 +203,7 @@ class Forwarding:
         resumption, seam = self._resumption, None
         if resumption is not None:
             counts = await resumption.count(pool, self._head)
-            if (ending := resumption.ending(counts)) is not None:
-                self._reply.end(ending)
+            if self._ends(resumption, counts):
                 return
             body, seam = resumption.next_leg(counts)
         elif exchange.surface is Surface.RESPONSES:
@@ -203,6 +214,8 @@ class Forwarding:
         answer = await pool.send(self._head(exchange.route.encode(), len(body)), body, self._patience)
         if answer.status < 400:
             lease.answered(time.monotonic())
+            if seam is not None:
+                parts.metrics.continuation("continued")
         leg = Leg(
             surface=exchange.surface,
             strips_usage=facts.strips_usage,
@@ -246,18 +259,19 @@ class Forwarding:
         if self._broken is None:
             return candidates
         version = version_of(self._exchange.checkpoint)
-        return [replica for replica in candidates if version_of(replica.checkpoint or "") == version]
+        # Without an agent a replica's version is not known before it answers; `relay` looks again.
+        return [replica for replica in candidates if replica.checkpoint is None or version_of(replica.checkpoint) == version]
 
     def _may_retry(self, lease: Lease) -> bool:
         """Whether the request goes to another replica; if so, that is counted."""
-        if not self._has_other_replica():
+        if not self._has_replica():
             return False
         if self._broken is None and not self._parts.retries.may_retry(self._exchange.attempts, time.monotonic()):
             return False
         self._parts.metrics.retried(lease.replica.id)
         return True
 
-    def _has_other_replica(self) -> bool:
+    def _has_replica(self) -> bool:
         return bool(self._candidates())
 
     def _refused(self, refusal: EngineRefusal) -> Rejection:
@@ -272,8 +286,8 @@ class Forwarding:
         outcome = Outcome.ENGINE_REFUSED if status < 500 else Outcome.ENGINE_ERROR
         return Rejection(status, detail.message, outcome, code=detail.code, param=detail.param, retry_after=refusal.retry_after)
 
-    def _ends_with(self, broken: BrokenStream) -> bool:
-        """Prepares to go on with a broken answer; true if it lacked nothing but its end. Raises Rejection if it cannot."""
+    def _resume(self, broken: BrokenStream) -> None:
+        """Prepares to go on with a broken answer. Raises Rejection if that is not possible."""
         self._broken = broken
         if self._memory is None:
             reason = self._facts.never_continues if self._parts.settings.continues else "off"
@@ -282,11 +296,17 @@ class Forwarding:
             raise self._not_continued("too_often")
         seams = self._exchange.continuations = self._exchange.continuations + 1
         self._resumption = Resumption(self._exchange.surface, self._body, self._memory.sent(), seams)
-        if self._resumption.sent.finish_reason is not None and (ending := self._resumption.ending(NO_COUNTS)) is not None:
-            self._reply.end(ending)
-            self._parts.metrics.continuation("only_the_end")
-            return True
-        return False
+
+    def _ends(self, resumption: Resumption, counts: Counts) -> bool:
+        """Whether only the end of a broken answer was missing; then it is sent."""
+        ending = resumption.ending(counts)
+        if ending is None:
+            return False
+        editor = editor_for(self._exchange.surface, strips_usage=self._facts.strips_usage, choices=self._facts.n)
+        self._reply.end(editor.pass_on(ending))
+        self._exchange.usage = editor.usage or self._exchange.usage
+        self._parts.metrics.continuation("only_the_end")
+        return True
 
     def _not_continued(self, reason: str) -> Rejection:
         """The broken answer ends here."""

@@ -182,8 +182,14 @@ _SECURITY_SCHEMES: Schema = {
         "description": "The same key, as Anthropic's clients send it.",
     },
 }
+_REQUEST_ID: Schema = {
+    "description": "The id of this request, also in the router's log.",
+    "required": True,
+    "schema": {"type": "string"},
+}
 _HEADERS: Schema = {
-    "x-request-id": {"description": "The id of this request, also in the router's log.", "schema": {"type": "string"}},
+    "x-request-id": _REQUEST_ID,
+    "request-id": _REQUEST_ID | {"description": "The same, where Anthropic's clients look for it."},
     "openai-processing-ms": {
         "description": "From the request's head to the first byte of the answer.",
         "schema": {"type": "string", "pattern": "^[0-9]+$"},
@@ -192,7 +198,11 @@ _HEADERS: Schema = {
         "description": "The weights that answered: `base`, then for example `v2+1`: version `v2`, after one swap.",
         "schema": {"type": "string"},
     },
-    "retry-after": {"description": "Seconds, 1 to 60.", "schema": {"type": "string", "pattern": "^([1-9]|[1-5][0-9]|60)$"}},
+    "retry-after": {
+        "description": "Seconds, 1 to 60.",
+        "required": True,
+        "schema": {"type": "string", "pattern": "^([1-9]|[1-5][0-9]|60)$"},
+    },
 }
 
 
@@ -204,7 +214,7 @@ def _post_operation(route: _Post) -> Operation:
         description += " A failure after a stream's first byte is an event with an error, and the connection breaks off."
     answer = {
         "description": description,
-        "headers": _headers("x-request-id", "openai-processing-ms", "x-intellect-checkpoint"),
+        "headers": _headers(*_id_headers(route.is_anthropic), "openai-processing-ms", "x-intellect-checkpoint"),
         "content": content,
     }
     errors = _ALWAYS | _KEYED | _POSTED | _ENGINE | (_NOT_FOUND if route.request is None else {})
@@ -252,8 +262,9 @@ def _head_operation(get: Operation) -> Operation:
 def _errors(statuses: dict[int, str], *, is_anthropic: bool = False) -> dict[str, Any]:
     errors = {}
     for status, description in sorted(statuses.items()):
-        names = ["x-request-id"] + (["retry-after"] if status in _WITH_RETRY_AFTER else [])
-        shape = "MessageError" if is_anthropic and status not in _HEAD_ONLY_ERRORS else "Error"
+        shaped_for_anthropic = is_anthropic and status not in _HEAD_ONLY_ERRORS
+        names = _id_headers(shaped_for_anthropic) + (["retry-after"] if status in _WITH_RETRY_AFTER else [])
+        shape = "MessageError" if shaped_for_anthropic else "Error"
         errors[str(status)] = _json_answer(description, reference(shape), *names)
     return errors
 
@@ -264,6 +275,10 @@ def _json_answer(description: str, schema: Schema, *header_names: str) -> Schema
         "headers": _headers(*header_names),
         "content": {"application/json": {"schema": schema}},
     }
+
+
+def _id_headers(is_anthropic: bool) -> list[str]:
+    return ["x-request-id", "request-id"] if is_anthropic else ["x-request-id"]
 
 
 def _headers(*header_names: str) -> Schema:

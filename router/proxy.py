@@ -7,7 +7,8 @@ either whole or can be told from the whole.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from protocol.errors import ErrorDetail, error_type
 from protocol.openai import Surface
@@ -34,20 +35,22 @@ class Proxy:
         self._access_log = access_log
         self._new_id = new_id
 
-    async def handle(self, surface: Surface, request: Request, connection: ClientConnection, extra: bytes) -> None:
+    def handle(
+        self, surface: Surface, request: Request, connection: ClientConnection, extra: bytes
+    ) -> Coroutine[Any, Any, None]:
         """Relays one request. `extra` are header lines (CORS) for every answer."""
         exchange = self._exchange(surface, surface.value, request)
         reply = Reply(connection, exchange, extra=extra, shows_replica=self._shows_replica)
-        await self._run(exchange, reply, connection, Forwarding(self._parts, request, connection, exchange, reply).run)
+        return self._run(exchange, reply, connection, Forwarding(self._parts, request, connection, exchange, reply).run)
 
-    async def handle_stored(
+    def handle_stored(
         self, stored_id: str, request: Request, connection: ClientConnection, extra: bytes, *, cancels: bool
-    ) -> None:
+    ) -> Coroutine[Any, Any, None]:
         """Reads or cancels a stored response on the engine that keeps it."""
         exchange = self._exchange(Surface.RESPONSES, CANCEL_ROUTE if cancels else ROUTE, request)
         reply = Reply(connection, exchange, extra=extra, shows_replica=self._shows_replica)
         forwarding = StoredForwarding(self._parts, request, connection, exchange, reply, stored_id=stored_id, cancels=cancels)
-        await self._run(exchange, reply, connection, forwarding.run)
+        return self._run(exchange, reply, connection, forwarding.run)
 
     def refuse(
         self, surface: Surface, route: str, request: Request, connection: ClientConnection, refusal: Refusal, extra: bytes

@@ -32,6 +32,8 @@ RENAMED_BODY_BYTES_MAX = 64 * 1024 * 1024
 LONG_BODY_BYTES_MAX = 1024 * 1024 * 1024
 # The longest event of a stream: one with the ids of a long prompt is some MB long.
 EVENT_BYTES_MAX = 8 * 1024 * 1024
+# The size of a chunk that is at most a read of the socket long, in hexadecimal, and its line end.
+_CHUNK_HEAD_BYTES_MAX = 10
 
 
 class EngineRefusal(Exception):
@@ -72,7 +74,7 @@ async def relay(answer: Answer, reply: Reply, connection: ClientConnection, exch
     if not 200 <= status < 600:
         raise BrokenAnswerError(f"the engine answered with status {status}")
     # The first part is read before the head is sent: if the engine dies before it, another replica can still answer.
-    part = await answer.read()
+    part = answer.take() or await answer.read()
     if status >= 400:
         body = await _read_up_to(answer, part, ERROR_BODY_BYTES_MAX)
         raise EngineRefusal(status, read_error(status, body), answer.headers.get(names.RETRY_AFTER))
@@ -93,7 +95,7 @@ async def relay(answer: Answer, reply: Reply, connection: ClientConnection, exch
     exchange.checkpoint = checkpoint
     exchange.first_byte_s = exchange.elapsed_s
     limit = WHOLE_BODY_BYTES_MAX if leg.alias is None else RENAMED_BODY_BYTES_MAX
-    body = await _read_up_to(answer, part, limit)
+    body = part if answer.is_complete else await _read_up_to(answer, part, limit)
     if answer.is_complete:
         try:
             body, exchange.usage = check_whole(body)
@@ -164,7 +166,8 @@ class _StreamRelay:
         try:
             if first:
                 self._feed(first)
-            await self._answer.pump(self._feed)
+            takes_wire = self._is_plain and self._connection.is_chunked
+            await self._answer.pump(self._feed, self._take_chunk if takes_wire else None)
             self._end_whole()
         except StreamFailure as failure:
             self._send(failure.passed)
@@ -182,21 +185,31 @@ class _StreamRelay:
             self._connection.on_flow = None
             self._answer.hold(False)
             self._exchange.usage = self._editor.usage or self._exchange.usage
+            self._exchange.events = self._editor.events
 
     def _feed(self, data: bytes) -> None:
-        exchange = self._exchange
-        if exchange.first_byte_s is None:
-            exchange.first_byte_s = exchange.elapsed_s
-        elif self._is_plain and data[-2:] == b"\n\n" and self._buffer.is_empty and self._editor.has_nothing_to_do(data):
-            # Nearly all parts of nearly all streams. The same as below, in fewer calls.
-            exchange.response_bytes += len(data)
-            self._connection.part(data)
-            if self._memory is not None:
-                self._memory.add(data)
-            return
+        if self._exchange.first_byte_s is None:
+            self._exchange.first_byte_s = self._exchange.elapsed_s
         block = self._buffer.feed(data)
         if block:
             self._send(self._editor.pass_on(block if self._seam is None else self._seam.rewrite(block)))
+
+    def _take_chunk(self, data: bytes) -> bool:
+        """Passes on one chunk that holds whole events with nothing to do, framing and all: nearly all of nearly all streams.
+
+        The same as `_feed`, at half its cost. False for anything else.
+        """
+        if data[-4:] != b"\n\n\r\n" or not self._reply.has_output or not self._buffer.is_empty:
+            return False
+        begin = data.find(b"\r\n", 0, _CHUNK_HEAD_BYTES_MAX) + 2
+        size = len(data) - begin - 2
+        if data[:begin] != b"%x\r\n" % size or not self._editor.has_nothing_to_do(data):
+            return False
+        self._exchange.response_bytes += size
+        self._connection.wire_part(data)
+        if self._memory is not None:
+            self._memory.add(data[begin:-2])
+        return True
 
     def _send(self, block: bytes) -> bool:
         """Whether the answer has ended with this."""

@@ -82,7 +82,7 @@ class Reply:
         if exchange.surface in ANTHROPIC:
             self.part(event(encode_anthropic_error(status, detail.message, exchange.request_id), b"error"))
         elif exchange.surface is Surface.RESPONSES:
-            self.part(event(_responses_error(detail), b"error"))
+            self.part(event(_responses_error(detail, exchange.events), b"error"))
         else:
             self.part(event(encode_detail(detail)))
         self._connection.break_off()
@@ -98,7 +98,10 @@ class Reply:
 
     def _own_headers(self) -> bytes:
         exchange = self._exchange
-        block = b"x-request-id: %b\r\nopenai-processing-ms: %d\r\n" % (exchange.request_id.encode(), exchange.elapsed_s * 1000)
+        request_id = exchange.request_id.encode()
+        block = b"x-request-id: %b\r\nopenai-processing-ms: %d\r\n" % (request_id, exchange.elapsed_s * 1000)
+        if exchange.surface in ANTHROPIC:
+            block += b"request-id: %b\r\n" % request_id  # where Anthropic's clients look for it
         if exchange.checkpoint:
             block += b"%b: %b\r\n" % (names.CHECKPOINT, exchange.checkpoint.encode("latin-1"))
         if self._shows_replica and exchange.replica:
@@ -116,7 +119,7 @@ def _retry_after_line(status: int, engines_word: bytes | None) -> bytes:
     return b"retry-after: %d\r\n" % seconds
 
 
-def _responses_error(detail: ErrorDetail) -> bytes:
+def _responses_error(detail: ErrorDetail, number: int) -> bytes:
     """The responses surface has its own error event, flat and numbered."""
-    fields = {"type": "error", "code": detail.code, "message": detail.message, "param": detail.param, "sequence_number": 0}
+    fields = {"type": "error", "code": detail.code, "message": detail.message, "param": detail.param, "sequence_number": number}
     return msgspec.json.encode(fields)

@@ -85,7 +85,7 @@ class StoredForwarding:
         target = b"/v1/responses/" + self._id.encode()
         if self._cancels:
             target += b"/cancel"
-        elif _QUERY.fullmatch(self._request.query):
+        elif self._request.method == "GET" and _QUERY.fullmatch(self._request.query):
             target += b"?" + self._request.query
         line = b"%b %b HTTP/1.1\r\n%bcontent-length: 0\r\n%b: %b\r\n"
         method = b"POST" if self._cancels else b"GET"

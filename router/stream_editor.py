@@ -50,13 +50,20 @@ class _Message(msgspec.Struct, frozen=True):
     usage: UsageField | None = None
 
 
+class _MessageDelta(msgspec.Struct, frozen=True):
+    stop_reason: str | None = ""
+
+
 class _Named(msgspec.Struct, frozen=True):
+    delta: _MessageDelta | None = None
     usage: UsageField | None = None
     message: _Message | None = None
     response: _Message | None = None
 
 
 class _WholeAnswer(msgspec.Struct, frozen=True):
+    type: str | None = None
+    stop_reason: str | None = None
     choices: list[_Choice] | None = None
     usage: UsageField | None = None
 
@@ -71,6 +78,8 @@ class ChatEditor:
     """For chat and text completions. `choices` is how many answers were asked for."""
 
     __slots__ = ("_choices", "_finished", "_strips_usage", "is_done", "usage")
+
+    events = 0  # not numbered here
 
     def __init__(self, *, strips_usage: bool, choices: int) -> None:
         self._strips_usage = strips_usage
@@ -145,31 +154,34 @@ class ChatEditor:
 class NamedEditor:
     """For Anthropic's messages and for responses, whose events have names."""
 
-    __slots__ = ("is_done", "usage")
+    __slots__ = ("events", "is_done", "usage")
 
     is_finished = False
     end_mark = b""
 
     def __init__(self) -> None:
+        self.events = 0  # passed on; the responses' events are numbered
         self.is_done = False
         self.usage: Usage | None = None
 
     def has_nothing_to_do(self, block: bytes) -> bool:
-        """Whether a block of whole events passes as it is."""
-        return not self.is_done and _NAMED.search(block) is None
+        """Its events are counted, so every block must be passed on."""
+        return False
 
     def pass_on(self, block: bytes) -> bytes:
         """What of a block of whole events the client gets. Raises StreamFailure."""
-        if self.has_nothing_to_do(block):
-            return block
         if self.is_done:
             return b""
+        if _NAMED.search(block) is None:
+            self.events += block.count(b"\n\n")
+            return block
         passed: list[bytes] = []
         for one in split(block):
             named = _NAMED.match(one)
             if named is not None:
                 self._examine(named[1], one, passed)
             passed.append(one)
+            self.events += 1
             if named is not None and named[1] in _ENDS:
                 self.is_done = True
                 break
@@ -184,6 +196,8 @@ class NamedEditor:
         except _UNREADABLE:
             said = _Named()
         part = said.message or said.response
+        if name == b"message_delta" and said.delta is not None and said.delta.stop_reason is None:
+            raise StreamFailure(None, b"".join(passed))  # vLLM has no other word for an answer that it gave up
         usage = said.usage if part is None else part.usage
         if usage is not None:
             read = usage.read()
@@ -214,6 +228,8 @@ def check_whole(body: bytes) -> tuple[bytes, Usage | None]:
     for choice in answer.choices or ():
         if choice.finish_reason in _GAVE_UP:
             raise UnusableAnswer("the engine gave the answer up")
+    if answer.type == "message" and answer.stop_reason is None:
+        raise UnusableAnswer("the engine gave the answer up")
     return body, None if answer.usage is None else answer.usage.read()
 
 

@@ -3,11 +3,13 @@
 Key order and the presence of null fields follow vLLM 0.32, so that bytes can be compared.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
+from server.sim_errors import ApiError
 from server.sim_generation import Emission, FinishReason
 from server.sim_text import token_text
 
@@ -29,6 +31,11 @@ class AnswerHead:
 class Answer(Protocol):
     """Collects the emissions of one request and words them, as server-sent events or as one body."""
 
+    @property
+    def opens_at_once(self) -> bool:
+        """Whether `opening` is sent before the first token is there."""
+        ...
+
     def opening(self) -> list[bytes]:
         """Events before the first token."""
         ...
@@ -41,8 +48,16 @@ class Answer(Protocol):
         """Events after the last token, [DONE] included."""
         ...
 
+    def failed(self, error: ApiError) -> list[bytes] | None:
+        """Events that end a stream whose generation failed; None: vLLM itself breaks the connection."""
+        ...
+
     def whole(self) -> bytes:
-        """The answer as one JSON body."""
+        """The answer as one JSON body.
+
+        Raises:
+            ApiError: vLLM cannot word this answer either.
+        """
         ...
 
 
@@ -72,6 +87,16 @@ class ChoiceText:
 def event(payload: object) -> bytes:
     """One server-sent event with a JSON payload."""
     return b"data: %b\n\n" % msgspec.json.encode(payload)
+
+
+def typed_event(payload: Mapping[str, Any]) -> bytes:
+    """One server-sent event that is named as its payload's `type`."""
+    return b"event: %b\n%b" % (payload["type"].encode(), event(payload))
+
+
+def openai_failure(error: ApiError) -> list[bytes]:
+    """How a stream of chat or completions ends whose generation failed."""
+    return [event(error.as_dict()), DONE]
 
 
 def usage(

@@ -71,6 +71,8 @@ def _settings(args: argparse.Namespace, faults: Sequence[Fault], environ: Mappin
         weights_load_s=args.weights_load_seconds * scale,
         answer_tokens_mean=args.answer_tokens_mean,
         reasoning_parser=args.reasoning_parser is not None,
+        pools=args.runner == "pooling",
+        responses_store=environ.get("VLLM_ENABLE_RESPONSES_API_STORE", "0") not in ("", "0"),
         prompt_tokens_details=args.enable_prompt_tokens_details,
         request_id_headers=args.enable_request_id_headers,
         server_load_tracking=args.enable_server_load_tracking,
@@ -124,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     vllm.add_argument("--host", default=engine.host)
     vllm.add_argument("--port", type=int, default=engine.port)
     vllm.add_argument("--model", metavar="DIR", help="folder with *.safetensors and config.json; default: built-in weights")
+    vllm.add_argument("--runner", choices=("auto", "generate", "pooling"), default="auto", help="pooling: an embedding model")
     vllm.add_argument("--served-model-name", nargs="+", metavar="NAME", help="default: the model as given")
     vllm.add_argument("--max-model-len", type=int, metavar="TOKENS", help="default: from config.json, else 131072")
     vllm.add_argument("--max-num-seqs", type=int, default=scheduler.max_num_seqs)

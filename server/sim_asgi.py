@@ -10,6 +10,7 @@ from server.guard import Message, Receive, Send
 from server.sim_errors import ApiError
 
 JSON = b"application/json"
+SSE_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"),)
 
 
 class ClientGone(Exception):

@@ -6,13 +6,16 @@ from typing import Any
 
 import msgspec
 
-from server.sim_answers import DONE, AnswerHead, ChoiceText, event, text_logprob, usage, without_none
+from server.sim_answers import DONE, AnswerHead, ChoiceText, event, openai_failure, text_logprob, usage, without_none
+from server.sim_errors import ApiError
 from server.sim_generation import Emission, FinishReason
 from server.sim_requests import ChatRequest
 from server.sim_scheduler import SequenceState
 
 
 class ChatAnswer:
+    opens_at_once = False
+
     def __init__(
         self,
         request: ChatRequest,
@@ -58,8 +61,10 @@ class ChatAnswer:
         if not self._generate.stream:
             return []
         delta = self._delta(emission, is_first=is_first)
+        shows_tokens = self._generate.return_token_ids and not self._hides_tokens
         if delta is None:
-            if emission.finish_reason is None:
+            # Log probabilities and token ids are shown even where the text is not.
+            if emission.finish_reason is None and not (shows_tokens or (emission.logprob and not self._hides_tokens)):
                 return []
             delta = {}
         part: dict[str, Any] = {
@@ -72,7 +77,7 @@ class ChatAnswer:
             part["finish_reason"] = self._finish_reason(emission.finish_reason)
             part["stop_reason"] = emission.stop_reason
         tokens = [] if emission.token is None else [emission.token]
-        part["token_ids"] = tokens if self._generate.return_token_ids else None
+        part["token_ids"] = tokens if shows_tokens else None
         chunk = self._chunk(part, index)
         if emission.finish_reason is not None and not self._generate.include_usage:
             chunk["system_fingerprint"] = self._head.fingerprint
@@ -87,6 +92,9 @@ class ChatAnswer:
             "system_fingerprint": self._head.fingerprint,
         }
         return [event(without_none(chunk)), DONE]
+
+    def failed(self, error: ApiError) -> list[bytes]:
+        return openai_failure(error)
 
     def whole(self) -> bytes:
         body = self._base("chat.completion") | {
@@ -126,9 +134,14 @@ class ChatAnswer:
             "logprobs": self._logprobs(choice.logprobs) if self._generate.top_logprobs is not None else None,
             "finish_reason": self._finish_reason(choice.finish_reason or FinishReason.STOP),
             "stop_reason": choice.stop_reason,
-            "token_ids": choice.tokens if self._generate.return_token_ids else None,
+            "token_ids": choice.tokens if self._generate.return_token_ids and not self._hides_tokens else None,
             "routed_experts": None,
         }
+
+    @property
+    def _hides_tokens(self) -> bool:
+        """Token ids would tell the reasoning that the request does not want to see."""
+        return self._head.reasoning_details and not self._request.shows_reasoning
 
     def _delta(self, emission: Emission, *, is_first: bool) -> dict[str, Any] | None:
         """What an event adds to the message; None where there is nothing to show."""

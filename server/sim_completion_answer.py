@@ -5,7 +5,8 @@ from typing import Any
 
 import msgspec
 
-from server.sim_answers import DONE, AnswerHead, ChoiceText, event, usage, without_none
+from server.sim_answers import DONE, AnswerHead, ChoiceText, event, openai_failure, usage, without_none
+from server.sim_errors import ApiError
 from server.sim_generation import Emission
 from server.sim_requests import CompletionRequest
 from server.sim_scheduler import SequenceState
@@ -13,6 +14,8 @@ from server.sim_text import token_text
 
 
 class CompletionAnswer:
+    opens_at_once = False
+
     def __init__(self, request: CompletionRequest, head: AnswerHead, sequences: Sequence[SequenceState]) -> None:
         self._request = request
         self._generate = request.generate
@@ -36,7 +39,7 @@ class CompletionAnswer:
         if is_first and self._generate.return_token_ids:
             prompt_ids = self._prompt_tokens(index)
         if is_first and self._generate.echo:
-            text = f"{self._generate.sequences[index].prompt.text}{text}"
+            text = f"{self._echoed(index)}{text}"
         part = {
             "index": index,
             "text": text,
@@ -64,6 +67,9 @@ class CompletionAnswer:
         chunk = self._base() | {"choices": [], "usage": self._usage(), "system_fingerprint": self._head.fingerprint}
         return [event(without_none(chunk)), DONE]
 
+    def failed(self, error: ApiError) -> list[bytes]:
+        return openai_failure(error)
+
     def whole(self) -> bytes:
         body = self._base() | {
             "choices": [self._whole_choice(index, choice) for index, choice in enumerate(self._choices)],
@@ -81,7 +87,7 @@ class CompletionAnswer:
         text = "" if request.echoes_only else "".join(choice.text)
         return {
             "index": index,
-            "text": f"{self._generate.sequences[index].prompt.text}{text}" if self._generate.echo else text,
+            "text": f"{self._echoed(index)}{text}" if self._generate.echo else text,
             "logprobs": self._logprobs(index, choice.logprobs) if self._generate.top_logprobs is not None else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
@@ -90,6 +96,10 @@ class CompletionAnswer:
             "prompt_token_ids": self._prompt_tokens(index) if self._generate.return_token_ids else None,
             "routed_experts": None,
         }
+
+    def _echoed(self, index: int) -> str:
+        """vLLM echoes no text where token ids were asked for."""
+        return "" if self._generate.return_token_ids else self._generate.sequences[index].prompt.text
 
     def _shown(self, emission: Emission) -> str:
         return "" if self._request.echoes_only else emission.text

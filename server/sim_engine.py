@@ -59,7 +59,7 @@ async def serve(launch: Launch) -> None:
             cache_events = publisher
         scheduler = Scheduler(settings.scheduler, settings.timing, weights.fingerprint)
         metrics = EngineMetrics(model_name=settings.served_model_names[0], settings=settings.scheduler)
-        metrics.watch(scheduler)
+        faults = FaultBook(launch.faults)
         engine = SimulatedEngine(
             scheduler=scheduler,
             weights=weights,
@@ -67,8 +67,9 @@ async def serve(launch: Launch) -> None:
             cache_events=cache_events,
             clock=loop.time,
             weights_load_s=settings.weights_load_s,
+            slow_step_s=faults.slow_step_s,
         )
-        faults = FaultBook(launch.faults)
+        metrics.watch(scheduler, lambda: engine.ending)
         admin = AdminRoutes(
             settings=settings,
             engine=engine,

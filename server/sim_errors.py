@@ -43,15 +43,32 @@ class ApiError(Exception):
         return cls(404, "NotFoundError", message, param="model")
 
     @classmethod
+    def unknown_response(cls, response_id: str) -> "ApiError":
+        message = f"Response with id '{response_id}' not found."
+        return cls(404, "invalid_request_error", message, param="response_id")
+
+    @classmethod
     def internal(cls, message: str) -> "ApiError":
         return cls(500, "InternalServerError", message)
 
     def body(self) -> bytes:
         return msgspec.json.encode(self.as_dict())
 
+    def as_anthropic(self) -> bytes:
+        """The body that vLLM's Messages API gives where its handler fails; the framework's errors keep `body`'s shape."""
+        error = {"type": self.kind, "message": self._shown_message()}
+        return msgspec.json.encode({"type": "error", "error": error})
+
+    @property
+    def is_frameworks(self) -> bool:
+        """Whether the body was refused before a handler saw it."""
+        return self.kind == HTTPStatus.BAD_REQUEST.phrase
+
     def as_dict(self) -> dict[str, dict[str, str | int | None]]:
-        message = _PATH.sub("<path>", self.message).strip()
-        return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.status}}
+        return {"error": {"message": self._shown_message(), "type": self.kind, "param": self.param, "code": self.status}}
+
+    def _shown_message(self) -> str:
+        return _PATH.sub("<path>", self.message).strip()
 
 
 def scripted_error(status: int, message: str | None) -> ApiError:

@@ -1,18 +1,15 @@
-"""Scripted faults of the simulated engine: which request they hit, and how they break its answer.
+"""Scripted faults of the simulated engine, and which requests they hit. How they break answers: sim_faulty_send.
 
-A fault is data (`--fault JSON` or `POST /sim/faults`); a `FaultBook` decides, with a seed, which requests it hits;
-`FaultySend` breaks one answer between the application and the server.
+A fault is data (`--fault JSON` or `POST /sim/faults`); a `FaultBook` decides, with a seed, which requests it hits.
 """
 
 import enum
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
-
-from server.guard import Message, Send
 
 
 class FaultKind(enum.StrEnum):
@@ -20,20 +17,39 @@ class FaultKind(enum.StrEnum):
     STALL = "stall"  # after `after_chunks` chunks the whole engine hangs: no step, no call; /health stays 200
     RESET = "reset"  # TCP RST after `after_chunks` chunks; 0: before any byte
     TRUNCATE = "truncate"  # the connection ends without the terminating chunk after `after_chunks` chunks
+    HALF_EVENT = "half_event"  # like truncate, but half of the chunk that would have come next is still sent
+    NO_DONE = "no_done"  # a clean end after `after_chunks` chunks; 0: just before the last event; whole answers pass
+    GARBAGE = "garbage"  # bytes that are not HTTP after `after_chunks` chunks, then the end; 0: in place of the answer
+    ENDLESS = "endless"  # after `after_chunks` chunks an event (or a body) begins that never ends
     ERROR_FRAME = "error_frame"  # an error object and [DONE] after `after_chunks` chunks; HTTP 500 when not streaming
     STATUS = "status"  # HTTP `status` with an error body in vLLM's shape
+    SLOW_STEP = "slow_step"  # an engine step takes `seconds` at least; the engine makes progress, slowly
     REFUSE = "refuse"  # nothing listens on the port for `seconds`, and idle connections close
     SLOW_START = "slow_start"  # `seconds` more before the port opens; only at launch
     FAIL_RELOAD = "fail_reload"  # reload_weights fails, the old weights stay
 
 
-_NEEDS_SECONDS = frozenset({FaultKind.DELAY, FaultKind.REFUSE, FaultKind.SLOW_START})
-_BREAKS_ANSWERS = frozenset({FaultKind.STALL, FaultKind.RESET, FaultKind.TRUNCATE, FaultKind.ERROR_FRAME})
+_NEEDS_SECONDS = frozenset({FaultKind.DELAY, FaultKind.REFUSE, FaultKind.SLOW_START, FaultKind.SLOW_STEP})
+_BREAKS_ANSWERS = frozenset(
+    {
+        FaultKind.STALL,
+        FaultKind.RESET,
+        FaultKind.TRUNCATE,
+        FaultKind.HALF_EVENT,
+        FaultKind.NO_DONE,
+        FaultKind.GARBAGE,
+        FaultKind.ENDLESS,
+        FaultKind.ERROR_FRAME,
+    }
+)
 _HITS_REQUESTS = _BREAKS_ANSWERS | {FaultKind.DELAY, FaultKind.STATUS}
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One scripted fault. It hits generating requests (FAIL_RELOAD: reloads) until `times` of them were hit."""
+    """One scripted fault. It hits generating requests until `times` of them were hit.
+
+    FAIL_RELOAD hits reloads and SLOW_STEP engine steps instead.
+    """
 
     kind: FaultKind
     seconds: float = 0.0
@@ -133,90 +149,11 @@ class FaultBook:
         seconds = delay.seconds if delay else 0.0
         return RequestPlan(seconds, struck.get(FaultKind.STATUS), struck.get("breakage"), self._epoch)
 
+    def slow_step_s(self) -> float:
+        """Draws how long the next engine step takes at least; 0 where no fault slows it."""
+        slow = [armed for armed in self._armed if armed.fault.kind is FaultKind.SLOW_STEP]
+        return next((armed.fault.seconds for armed in slow if armed.strikes()), 0.0)
+
     def reload_fails(self) -> bool:
         """Draws whether the next weights reload fails."""
         return any(armed.fault.kind is FaultKind.FAIL_RELOAD and armed.strikes() for armed in self._armed)
-
-
-class ConnectionBrokenByFault(Exception):
-    """The fault has ended the connection; nothing more can be sent."""
-
-
-class GenerationFailedByFault(Exception):
-    """The fault makes generation fail; the answer ends with an error in vLLM's shape."""
-
-
-class Connection(Protocol):
-    """What a fault may do to the client's connection: provided by the server's protocol."""
-
-    def reset(self) -> None:
-        """Ends it with RST; unsent bytes are lost."""
-
-    def close(self) -> None:
-        """Ends it with FIN after what was written."""
-
-
-class FaultySend:
-    """An ASGI `send` that passes `after_chunks` body chunks and then does its fault once.
-
-    An answer in one piece counts as broken in its middle: half of the body passes where `after_chunks` is 1 or more.
-
-    Raises (from the call that meets the fault):
-        ConnectionBrokenByFault, GenerationFailedByFault.
-    """
-
-    def __init__(
-        self,
-        send: Send,
-        fault: Fault,
-        connection: Connection,
-        *,
-        hang: Callable[[], Awaitable[None]],
-        is_armed: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """`hang` hangs the engine and returns when it has recovered; `is_armed` is asked before the fault strikes."""
-        self._send = send
-        self._fault = fault
-        self._connection = connection
-        self._hang = hang
-        self._is_armed = is_armed
-        self._left = fault.after_chunks
-        self._is_spent = False
-
-    async def __call__(self, message: Message) -> None:
-        if self._is_spent:
-            await self._send(message)
-            return
-        if message["type"] == "http.response.start":
-            if self._left == 0 and self._fault.kind is not FaultKind.ERROR_FRAME:
-                await self._strike()
-            await self._send(message)
-            return
-        is_last = not message.get("more_body", False)
-        if self._left > 0 and is_last and self._left == self._fault.after_chunks:  # and the first: an answer in one piece
-            half = message["body"][: len(message["body"]) // 2]
-            await self._send({"type": "http.response.body", "body": half, "more_body": True})
-            await self._strike()
-            await self._send({"type": "http.response.body", "body": message["body"][len(half) :]})
-            return
-        # After [DONE] it is too late for an error, but not for a connection that breaks.
-        if self._left == 0 and not (is_last and self._fault.kind is FaultKind.ERROR_FRAME):
-            await self._strike()
-        self._left -= 1
-        await self._send(message)
-
-    async def _strike(self) -> None:
-        self._is_spent = True
-        if not self._is_armed():
-            return
-        match self._fault.kind:
-            case FaultKind.STALL:
-                await self._hang()
-            case FaultKind.ERROR_FRAME:
-                raise GenerationFailedByFault("Internal server error")
-            case FaultKind.RESET:
-                self._connection.reset()
-                raise ConnectionBrokenByFault
-            case _:
-                self._connection.close()
-                raise ConnectionBrokenByFault

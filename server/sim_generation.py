@@ -1,8 +1,9 @@
 """What the simulated model says: one deterministic token after another, with stop conditions and held-back text.
 
 The next token is a hash of (all tokens so far, weights' fingerprint, sampling seed). So the same prompt under the same
-weights always gets the same answer, an answer continued from its own beginning goes on as it would have, and tokens after
-a weight swap come from the new weights. Nothing here knows of time, batches or KV blocks.
+weights always gets the same answer, and tokens after a weight swap come from the new weights. An answer continued from its
+own beginning goes on as it would have: what the prompt already holds of it is said again, unseen, before the first token.
+Nothing here knows of time, batches or KV blocks.
 """
 
 import codecs
@@ -13,7 +14,9 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from server.sim_text import EOS_TOKEN, STALE_KV_MARKER, encode, token_bytes, word_token
+from server.sim_text import EOS_TOKEN, STALE_KV_MARKER, encode, token_bytes, word_tail, word_token
+
+_SURE_BYTES = 4  # so many bytes of a first word, its space included, are no accident
 
 # Tokens to say instead of free words (JSON, tool arguments); chosen when the first token is due, so by the weights then.
 Script = Callable[[random.Random], list[int]]
@@ -70,14 +73,18 @@ class Generation:
     """The answer of one sequence. `advance` gives the next token; after a finish reason it must not be called again."""
 
     __slots__ = (
+        "_answered",
         "_begins",
         "_context",
         "_decoder",
         "_digest_at_start",
         "_held",
+        "_is_resumed",
         "_marker",
         "_natural_length",
+        "_owed",
         "_position",
+        "_prompt",
         "_sampling",
         "_script",
         "_script_tokens",
@@ -92,23 +99,27 @@ class Generation:
         sequence_id: str,
         prompt: Sequence[int],
         *,
-        answered: int,
+        answered: int | None,
         sampling: Sampling,
         script: Script | None = None,
     ) -> None:
-        """`answered` is how many tokens at the prompt's end already belong to the answer (a continued message)."""
-        start = len(prompt) - answered
+        """`answered` is how many tokens at the prompt's end already belong to the answer (a continued message).
+
+        None: the prompt does not say (a text completion); then they are those that the model itself would have said.
+        """
         self._sequence_id = sequence_id
+        self._prompt: Sequence[int] = prompt
+        self._answered = 0 if answered is None and script is not None else answered
         self._sampling = sampling
         self._script = script
         self._script_tokens: list[int] | None = None
-        self._context = hashlib.blake2b(array("Q", prompt[:start]).tobytes(), digest_size=8)
-        self._digest_at_start = self._context.digest()
-        self._context.update(array("Q", prompt[start:]).tobytes())
-        self._position = answered  # in the answer; words of the stale marker do not count
+        self._context = hashlib.blake2b(digest_size=8)
+        self._digest_at_start = b""
+        self._natural_length = 0
+        self._position = 0  # in the answer; words of the stale marker do not count
         self._begins = answered == 0  # the next word stands at the beginning of its text and takes no space
-        mean = sampling.answer_tokens_mean
-        self._natural_length = mean - mean // 2 + _hash(self._digest_at_start, b"length", sampling.seed) % (mean + 1)
+        self._is_resumed = False
+        self._owed = b""  # what the prompt's last token lacks of the token that the model would have said
         self._marker: list[int] = []
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._text = ""
@@ -123,16 +134,16 @@ class Generation:
     def advance(self, fingerprint: bytes, *, room: int) -> Emission:
         """The next token under weights `fingerprint`; `room` is how many tokens the context still takes, this one included."""
         sampling = self._sampling
+        if not self._is_resumed:
+            self._resume(fingerprint)
         value = _hash(self._context.digest(), fingerprint, sampling.seed)
         is_reasoning = self._position < sampling.reasoning_tokens
         if self._marker:
             token = self._marker.pop(0)
             self._begins = False
+            self._context.update(token.to_bytes(8, "little"))
         else:
-            token = self._choose(value, fingerprint)
-            self._position += 1
-            self._begins = self._position == sampling.reasoning_tokens
-        self._context.update(token.to_bytes(8, "little"))
+            token = self._say(value, fingerprint)
         self.produced += 1
         finish, reason = self._finish(token, room)
         text, stop = self._show(token, is_reasoning=is_reasoning, finished=finish is not None)
@@ -140,6 +151,60 @@ class Generation:
             finish, reason = FinishReason.STOP, stop
         logprob = None if sampling.top_logprobs is None else _logprob(token, value, sampling.top_logprobs)
         return Emission(self._sequence_id, token, text, is_reasoning, finish, reason, logprob)
+
+    def _resume(self, fingerprint: bytes) -> None:
+        """Says again what the prompt holds of the answer, so that the rest of it follows.
+
+        Where the prompt ends inside a token (text that was held back for a stop string, or a character that was cut),
+        the token counts as said and its rest is owed. Other weights said something else: then only the length counts.
+        """
+        self._is_resumed = True
+        prompt, self._prompt = self._prompt, ()
+        answered = self._answered_at_end(prompt, fingerprint) if self._answered is None else self._answered
+        self._start(prompt[: len(prompt) - answered])
+        self._begins = self._answered is not None  # a completion's first word follows the prompt's text
+        for index, token in enumerate(prompt[len(prompt) - answered :]):
+            said = self._say(_hash(self._context.digest(), fingerprint, self._sampling.seed), fingerprint)
+            if said == token:
+                continue
+            rest = _rest(said, token)
+            if rest and index == answered - 1:
+                self._owed = rest
+                return
+            self._context = hashlib.blake2b(array("Q", prompt).tobytes(), digest_size=8)
+            self._position = answered
+            self._begins = False
+            return
+
+    def _start(self, prompt: Sequence[int]) -> None:
+        """The answer begins behind `prompt`."""
+        self._context = hashlib.blake2b(array("Q", prompt).tobytes(), digest_size=8)
+        self._digest_at_start = self._context.digest()
+        mean = self._sampling.answer_tokens_mean
+        chance = _hash(self._digest_at_start, b"length", self._sampling.seed) % (mean + 1)
+        self._natural_length = mean - mean // 2 + chance
+
+    def _answered_at_end(self, prompt: Sequence[int], fingerprint: bytes) -> int:
+        """How many tokens at the end of `prompt` are what the model says after the tokens before them."""
+        seed = self._sampling.seed
+        tail = word_tail(prompt)
+        start = len(prompt) - tail
+        context = hashlib.blake2b(array("Q", prompt[:start]).tobytes(), digest_size=8)
+        for index in range(start, len(prompt)):
+            said, token = word_token(_hash(context.digest(), fingerprint, seed), first=False), prompt[index]
+            is_cut = index == len(prompt) - 1 and bool(_rest(said, token))
+            if said != token and not (is_cut and (index > start or len(token_bytes(token)) >= _SURE_BYTES)):
+                start = index + 1
+            context.update(token.to_bytes(8, "little"))
+        return len(prompt) - start
+
+    def _say(self, value: int, fingerprint: bytes) -> int:
+        """The next token of the answer, which then belongs to the context."""
+        token = self._choose(value, fingerprint)
+        self._position += 1
+        self._begins = self._position == self._sampling.reasoning_tokens
+        self._context.update(token.to_bytes(8, "little"))
+        return token
 
     def _choose(self, value: int, fingerprint: bytes) -> int:
         spoken = self._position - self._sampling.reasoning_tokens
@@ -164,7 +229,8 @@ class Generation:
 
     def _show(self, token: int, *, is_reasoning: bool, finished: bool) -> tuple[str, str | None]:
         """The text that may be shown now, and the stop string that it completes."""
-        piece = self._decoder.decode(token_bytes(token), final=finished)
+        piece = self._decoder.decode(self._owed + token_bytes(token), final=finished)
+        self._owed = b""
         if is_reasoning:
             return piece, None
         searched = max(0, len(self._text) - self._held - 1)
@@ -178,6 +244,12 @@ class Generation:
         end = len(self._text) if finished else max(self._shown, len(self._text) - self._held)
         shown, self._shown = self._text[self._shown : end], end
         return shown, None
+
+
+def _rest(said: int, token: int) -> bytes:
+    """The bytes of `said` behind those of `token`; empty where they do not begin with them."""
+    whole, part = token_bytes(said), token_bytes(token)
+    return whole[len(part) :] if part and whole.startswith(part) else b""
 
 
 def _hash(context: bytes, salt: bytes, seed: int) -> int:

@@ -1,50 +1,28 @@
-"""The simulated engine's HTTP surface: vLLM's serving routes, and the dispatch to all routes, as one ASGI application."""
+"""The simulated engine's HTTP surface as one ASGI application: the dispatch to all routes, and those that generate nothing."""
 
-import asyncio
 import hashlib
 import hmac
-import itertools
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
 from server.guard import Message, Receive, Send
-from server.sim_answers import DONE, Answer, AnswerHead, event
 from server.sim_asgi import ClientGone, Request, Routes, respond, respond_error, respond_json
-from server.sim_chat_answer import ChatAnswer
-from server.sim_completion_answer import CompletionAnswer
-from server.sim_errors import ApiError, scripted_error
-from server.sim_faults import (
-    ConnectionBrokenByFault,
-    FaultBook,
-    FaultKind,
-    FaultySend,
-    GenerationFailedByFault,
-    RequestPlan,
-)
+from server.sim_errors import ApiError
+from server.sim_faults import FaultBook
+from server.sim_faulty_send import ConnectionBrokenByFault
 from server.sim_fields import Fields
-from server.sim_generation import Generation
-from server.sim_loop import SimulatedEngine, TokenStream
+from server.sim_generate import GenerateRoutes
+from server.sim_loop import SimulatedEngine
+from server.sim_messages_request import count_message_tokens
 from server.sim_metrics import EngineMetrics
-from server.sim_requests import (
-    ChatRequest,
-    CompletionRequest,
-    GenerateRequest,
-    chat_messages,
-    chat_prompt,
-    parse_chat,
-    parse_completion,
-)
-from server.sim_scheduler import SequenceState
+from server.sim_requests import chat_messages, chat_prompt, check_model
+from server.sim_responses_store import ResponseStore
 from server.sim_settings import VLLM_VERSION, EngineSettings
 from server.sim_text import decode, encode, token_text
-from server.sim_transport import connection_of
 
 _KEYED_PREFIXES = ("/v1", "/v2", "/inference", "/cohere")  # vLLM asks for the API key only there
-_SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
 class SimulatedApp:
@@ -60,18 +38,13 @@ class SimulatedApp:
         admin_routes: Routes,
     ) -> None:
         self._settings = settings
-        self._engine = engine
         self._metrics = metrics
-        self._faults = faults
         self._started_at = int(time.time())
-        self._serial = itertools.count()
-        self._generating = 0
+        self._stored = ResponseStore()
+        self._generate = GenerateRoutes(settings=settings, engine=engine, faults=faults, store=self._stored)
         self._key_digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
-        digest = hashlib.sha256(repr((settings.scheduler, settings.served_model_names)).encode()).hexdigest()
-        self._fingerprint = f"vllm-{VLLM_VERSION}-{digest[:8]}"
         self._routes: Routes = {
-            "/v1/chat/completions": {"POST": self._generate},
-            "/v1/completions": {"POST": self._generate},
+            **self._generate.table(),
             "/v1/models": {"GET": self._models},
             "/tokenize": {"POST": self._tokenize},
             "/detokenize": {"POST": self._detokenize},
@@ -82,12 +55,16 @@ class SimulatedApp:
             "/metrics": {"GET": self._expose_metrics},
             **admin_routes,
         }
+        if not settings.pools:
+            self._routes["/v1/messages/count_tokens"] = {"POST": self._count_tokens}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise ValueError(f"the simulated engine serves HTTP only, not {scope['type']}")
         request = Request(scope, receive, self._with_request_id(scope, send))
         methods = self._routes.get(request.path)
+        if methods is None and not self._settings.pools:
+            methods = self._stored.handlers(request.path)
         try:
             if not self._is_authorised(request):
                 await respond_json(request.send, {"error": "Unauthorized"}, status=401)
@@ -105,98 +82,6 @@ class SimulatedApp:
             pass
         except ConnectionBrokenByFault:
             await request.until_gone()
-
-    async def _generate(self, request: Request) -> None:
-        """Chat and completions. A client that leaves ends the request's work in the engine at once."""
-        body = await request.read_model_body()
-        plan = self._faults.plan_request()
-        work = asyncio.create_task(self._answer(request, body, plan))
-        gone = asyncio.create_task(request.until_gone())
-        self._generating += 1
-        try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-        finally:
-            self._generating -= 1
-            work.cancel()
-            gone.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
-
-    async def _answer(self, request: Request, body: Mapping[str, Any], plan: RequestPlan) -> None:
-        if plan.delay_s:
-            await asyncio.sleep(plan.delay_s)
-        if plan.status is not None:
-            raise scripted_error(plan.status.status, plan.status.message)
-        params: ChatRequest | CompletionRequest
-        is_chat = request.path == "/v1/chat/completions"
-        params = parse_chat(body, self._settings) if is_chat else parse_completion(body, self._settings)
-        self._check_model(Fields(body).text("model"))
-        given_id = request.header(b"x-request-id") or params.generate.request_id or uuid.uuid4().hex
-        answer_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{given_id}"
-        sequences = self._sequences(answer_id, params.generate)
-        head = AnswerHead(
-            id=answer_id,
-            created=int(time.time()),
-            model=self._settings.served_model_names[0],
-            fingerprint=self._fingerprint,
-            prompt_tokens_details=self._settings.prompt_tokens_details,
-            reasoning_details=self._settings.reasoning_parser and is_chat,
-        )
-        answer: Answer
-        if isinstance(params, ChatRequest):
-            answer = ChatAnswer(params, head, sequences)
-        else:
-            answer = CompletionAnswer(params, head, sequences)
-        send = request.send
-        if plan.breakage is not None:
-            send = FaultySend(
-                send,
-                plan.breakage,
-                connection_of(request.scope),
-                hang=self._hang,
-                is_armed=lambda: self._faults.still_holds(plan),
-            )
-        stream = self._engine.submit(sequences)
-        try:
-            if params.generate.stream:
-                await _send_stream(send, stream, answer)
-                return
-            while emissions := await stream.take():
-                for emission in emissions:
-                    answer.add(emission)
-            if plan.breakage is not None and plan.breakage.kind is FaultKind.ERROR_FRAME and self._faults.still_holds(plan):
-                raise ApiError.internal("Internal server error")
-            await respond(send, answer.whole())
-        finally:
-            self._engine.abort(sequence.id for sequence in sequences)
-
-    def _sequences(self, answer_id: str, request: GenerateRequest) -> list[SequenceState]:
-        """The sequences to run; ids are unique even where clients repeat theirs."""
-        serial = next(self._serial)
-        now = self._engine.now()
-        sequences = []
-        for plan in request.sequences:
-            sequence_id = f"{answer_id}/{serial}/{plan.index}"
-            prompt = plan.prompt
-            generation = Generation(
-                sequence_id, prompt.tokens, answered=prompt.answered, sampling=plan.sampling, script=plan.script
-            )
-            sequences.append(
-                SequenceState(
-                    sequence_id,
-                    prompt.tokens,
-                    generation,
-                    arrived_at=now,
-                    max_tokens=plan.sampling.max_tokens,
-                    salt=request.salt,
-                )
-            )
-        return sequences
-
-    async def _hang(self) -> None:
-        self._engine.hang()
-        await self._engine.until_not_hung()
 
     async def _models(self, request: Request) -> None:
         settings = self._settings
@@ -240,7 +125,7 @@ class SimulatedApp:
             if text is None:
                 raise fields.invalid("prompt", "missing", "Field required")
             tokens = encode(text)
-        self._check_model(fields.text("model"))
+        check_model(fields, self._settings)
         answer = {
             "count": len(tokens),
             "max_model_len": self._settings.scheduler.max_model_len,
@@ -249,6 +134,19 @@ class SimulatedApp:
         }
         await respond_json(request.send, answer)
 
+    async def _count_tokens(self, request: Request) -> None:
+        """Anthropic's way to ask how long a prompt is."""
+        body = await request.read_model_body()
+        try:
+            count = count_message_tokens(body)
+            check_model(Fields(body), self._settings)
+        except ApiError as error:
+            if error.is_frameworks:
+                raise
+            await respond(request.send, error.as_anthropic(), status=error.status)
+            return
+        await respond_json(request.send, {"input_tokens": count, "context_management": {"original_input_tokens": count}})
+
     async def _detokenize(self, request: Request) -> None:
         fields = Fields(await request.read_model_body())
         if fields.raw("tokens") is None:
@@ -256,7 +154,7 @@ class SimulatedApp:
         tokens = fields.items("tokens")
         if not all(type(token) is int and 0 <= token < 2**63 for token in tokens):
             raise fields.invalid("tokens", "int_type", "Input should be a valid integer")
-        self._check_model(fields.text("model"))
+        check_model(fields, self._settings)
         await respond_json(request.send, {"prompt": decode(tokens)})
 
     async def _health(self, request: Request) -> None:
@@ -266,18 +164,12 @@ class SimulatedApp:
         await respond_json(request.send, {"version": VLLM_VERSION})
 
     async def _load(self, request: Request) -> None:
-        load = self._generating if self._settings.server_load_tracking else 0
+        load = self._generate.in_progress if self._settings.server_load_tracking else 0
         await respond_json(request.send, {"server_load": load})
 
     async def _expose_metrics(self, request: Request) -> None:
         body, content_type = self._metrics.render(request.header(b"accept") or "")
         await respond(request.send, body, content_type=content_type.encode())
-
-    def _check_model(self, model: str | None) -> None:
-        """An absent model is the served one, as in vLLM."""
-        served = self._settings.served_model_names
-        if model and model not in served:
-            raise ApiError.unknown_model(model, served)
 
     def _is_authorised(self, request: Request) -> bool:
         if not self._key_digests or request.method == "OPTIONS" or not request.path.startswith(_KEYED_PREFIXES):
@@ -298,25 +190,3 @@ class SimulatedApp:
             await send(message)
 
         return send_with_id
-
-
-async def _send_stream(send: Send, stream: TokenStream, answer: Answer) -> None:
-    """Server-sent events, one body message each. The role comes with the first token, as from vLLM."""
-    try:
-        await send({"type": "http.response.start", "status": 200, "headers": list(_SSE_HEADERS)})
-        is_open = False
-        while emissions := await stream.take():
-            if not is_open:
-                is_open = True
-                await _send_events(send, answer.opening())
-            for emission in emissions:
-                await _send_events(send, answer.add(emission))
-        await _send_events(send, answer.closing())
-    except GenerationFailedByFault as error:
-        await _send_events(send, [event(ApiError.internal(str(error)).as_dict()), DONE])
-    await send({"type": "http.response.body", "body": b""})
-
-
-async def _send_events(send: Send, events: Sequence[bytes]) -> None:
-    for data in events:
-        await send({"type": "http.response.body", "body": data, "more_body": True})

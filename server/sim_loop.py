@@ -5,6 +5,7 @@ sequence that was aborted during a step gets nothing more from it.
 """
 
 import asyncio
+import contextlib
 import enum
 import logging
 from collections import deque
@@ -85,17 +86,22 @@ class SimulatedEngine:
         cache_events: CacheEventSink,
         clock: Callable[[], float],
         weights_load_s: float,
+        slow_step_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """`slow_step_s` is asked before each step how long it must take at least."""
         self._scheduler = scheduler
         self._weights = weights
         self._metrics = metrics
         self._cache_events = cache_events
         self._clock = clock
         self._weights_load_s = weights_load_s
+        self._slow_step_s = slow_step_s
         self._entries: dict[str, _Entry] = {}
         self._work = asyncio.Event()
         self._not_hung = asyncio.Event()
         self._not_hung.set()
+        self._hurry = asyncio.Event()  # ends a slow step early
+        self._ending: tuple[SequenceState, ...] = ()  # ended in the current step, not yet shown
         self._in_step = False
         self._step_waiters: list[asyncio.Future[None]] = []
         self._is_closing = False
@@ -107,6 +113,11 @@ class SimulatedEngine:
         return len(self._entries)
 
     @property
+    def ending(self) -> int:
+        """Sequences whose last token the current step computes: to a client, and in the metrics, they still run."""
+        return sum(sequence.id in self._entries for sequence in self._ending)
+
+    @property
     def is_paused(self) -> bool:
         return self._scheduler.pause is not PauseState.RUNNING
 
@@ -114,21 +125,24 @@ class SimulatedEngine:
         return self._clock()
 
     async def run(self) -> None:
-        """Steps as long as there is work, for ever."""
+        """Steps as long as there is work, for ever. A hanging engine hangs inside a step, with what then runs in it."""
         deadline = self._clock()
         while True:
-            if not self._scheduler.has_work or not self._not_hung.is_set():
+            if not self._scheduler.has_work:
                 self._work.clear()
                 await self._work.wait()
                 deadline = self._clock()
                 continue
             now = self._clock()
             self._in_step = True
-            step = self._scheduler.step(now)
+            slow_s = self._slow_step_s()
+            step = self._scheduler.step(now, least_s=slow_s)
+            self._ending = step.finished
             deadline = max(deadline, now - _MAX_LAG_S) + step.seconds
-            await asyncio.sleep(max(0.0, deadline - self._clock()))
+            await self._pass_time(max(0.0, deadline - self._clock()), is_slow=slow_s > 0)
             await self._not_hung.wait()
             self._publish(step)
+            self._ending = ()
             self._in_step = False
             self._wake_step_waiters()
 
@@ -221,7 +235,9 @@ class SimulatedEngine:
         self._not_hung.clear()
 
     def recover(self) -> None:
+        """Ends a hang and a slow step."""
         self._not_hung.set()
+        self._hurry.set()
         self._work.set()
 
     async def until_not_hung(self) -> None:
@@ -239,6 +255,15 @@ class SimulatedEngine:
                 break
         self.abort_all()
 
+    async def _pass_time(self, seconds: float, *, is_slow: bool) -> None:
+        if not is_slow:
+            await asyncio.sleep(seconds)
+            return
+        self._hurry.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._hurry.wait()
+
     def _publish(self, step: StepResult) -> None:
         now = self._clock()
         self._metrics.on_step(step)
@@ -246,7 +271,8 @@ class SimulatedEngine:
             entry = self._entries.get(emission.sequence_id)
             if entry is None:
                 continue
-            self._metrics.on_token(entry.sequence, now)
+            if emission.token is not None:
+                self._metrics.on_token(entry.sequence, now)
             if emission.finish_reason is not None:
                 del self._entries[emission.sequence_id]
                 self._metrics.on_finished(emission.finish_reason)

@@ -104,9 +104,13 @@ class EngineMetrics:
         )
         self._describe_cache(settings)
 
-    def watch(self, scheduler: Scheduler) -> None:
-        """Registers the gauges that are read from `scheduler` at scrape time."""
-        self._gauge("num_requests_running", "Number of requests in model execution batches.", lambda: scheduler.running)
+    def watch(self, scheduler: Scheduler, ending: Callable[[], int] = lambda: 0) -> None:
+        """Registers the gauges that are read at scrape time; `ending` counts sequences that only wait to be shown."""
+        self._gauge(
+            "num_requests_running",
+            "Number of requests in model execution batches.",
+            lambda: scheduler.running + ending(),
+        )
         self._gauge("num_requests_waiting", "Number of requests waiting to be processed.", lambda: scheduler.waiting)
         self._gauge("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", lambda: scheduler.kv_usage)
         by_reason = Gauge(

@@ -28,11 +28,11 @@ _NOT_SIMULATED = ("use_beam_search", "prompt_embeds", "prompt_logprobs", "struct
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`answered` tokens at the end already belong to the answer (a continued assistant message)."""
+    """`answered` tokens at the end already belong to the answer: a continued assistant message; None: nobody says."""
 
     tokens: list[int]
     text: str
-    answered: int = 0
+    answered: int | None = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +76,8 @@ class CompletionRequest:
     echoes_only: bool  # `echo` with max_tokens 0: the prompt comes back, nothing new is shown
 
 
-def parse_chat(body: Mapping[str, Any], settings: EngineSettings) -> ChatRequest:
-    """A request of POST /v1/chat/completions.
+def parse_chat(body: Mapping[str, Any], settings: EngineSettings, *, limit_name: str | None = None) -> ChatRequest:
+    """A request of POST /v1/chat/completions. `limit_name` is what errors call the limit where the body is another API's.
 
     Raises:
         ApiError: with status and message as vLLM words them.
@@ -85,7 +85,7 @@ def parse_chat(body: Mapping[str, Any], settings: EngineSettings) -> ChatRequest
     fields = Fields(body)
     messages = chat_messages(fields)
     _refuse_unsupported(fields)
-    limit_name = "max_tokens" if fields.raw("max_completion_tokens") is None else "max_completion_tokens"
+    limit_field = "max_tokens" if fields.raw("max_completion_tokens") is None else "max_completion_tokens"
     wanted_top = fields.integer("top_logprobs") or 0
     has_logprobs = fields.flag("logprobs")
     _check_logprob_count(wanted_top, "top_logprobs")
@@ -99,10 +99,10 @@ def parse_chat(body: Mapping[str, Any], settings: EngineSettings) -> ChatRequest
         fields,
         settings,
         prompts=(prompt,),
-        max_tokens=_limit(fields, limit_name, None),
-        limit_name=limit_name,
+        max_tokens=_limit(fields, limit_field, None),
+        limit_name=limit_name or limit_field,
         top_logprobs=wanted_top if has_logprobs else None,
-        script=tool.script if tool else response_script(fields),
+        script=tool.script if tool else response_script(fields, messages),
         reasoning_tokens=max(1, settings.answer_tokens_mean // 4) if thinks else 0,
     )
     echoes = generate.echo and bool(messages) and messages[-1]["role"] == role
@@ -140,6 +140,13 @@ def parse_completion(body: Mapping[str, Any], settings: EngineSettings) -> Compl
         reasoning_tokens=0,
     )
     return CompletionRequest(generate=generate, echoes_only=echoes_only)
+
+
+def check_model(fields: Fields, settings: EngineSettings) -> None:
+    """Refuses a model that is not served. An absent one is the served one, as in vLLM."""
+    model = fields.text("model")
+    if model and model not in settings.served_model_names:
+        raise ApiError.unknown_model(model, settings.served_model_names)
 
 
 def chat_messages(fields: Fields) -> list[Mapping[str, Any]]:
@@ -340,9 +347,9 @@ def _completion_prompts(fields: Fields) -> tuple[Prompt, ...]:
     prompts = []
     for entry in entries:
         if isinstance(entry, str):
-            prompts.append(Prompt(encode(entry), entry))
+            prompts.append(Prompt(encode(entry), entry, None))
         elif isinstance(entry, list) and _is_token_ids(entry):
-            prompts.append(Prompt(entry, decode(entry)))
+            prompts.append(Prompt(entry, decode(entry), None))
         else:
             raise fields.invalid("prompt", "string_type", "Input should be a valid string")
     return tuple(prompts)

@@ -9,9 +9,10 @@ import enum
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from server.sim_blocks import Block, BlockPool, CacheEvent, chain_hash
-from server.sim_generation import Emission, FinishReason, Generation
+from server.sim_generation import Emission, FinishReason
 from server.sim_settings import SchedulerSettings, TimingModel
 
 
@@ -19,6 +20,14 @@ class PauseState(enum.Enum):
     RUNNING = "running"
     NEW_WAIT = "new_wait"  # running sequences go on, nothing waiting is admitted
     ALL_WAIT = "all_wait"  # nothing is scheduled
+
+
+class Output(Protocol):
+    """What a sequence gives once its prompt is computed: a `Generation`, or the vector of an embedding."""
+
+    def mark_stale(self) -> None: ...
+
+    def advance(self, fingerprint: bytes, *, room: int) -> Emission: ...
 
 
 class SequenceState:
@@ -51,7 +60,7 @@ class SequenceState:
         self,
         sequence_id: str,
         prompt: Sequence[int],
-        generation: Generation,
+        generation: Output,
         *,
         arrived_at: float,
         max_tokens: int = 0,
@@ -172,8 +181,8 @@ class Scheduler:
     def take_cache_events(self) -> list[CacheEvent]:
         return self._pool.take_events()
 
-    def step(self, now: float) -> StepResult:
-        """Schedules one step at `now` and advances its sequences."""
+    def step(self, now: float, *, least_s: float = 0.0) -> StepResult:
+        """Schedules one step at `now` and advances its sequences. It takes `least_s` or longer."""
         if not self.has_work:
             return StepResult(
                 seconds=0.0,
@@ -189,7 +198,7 @@ class Scheduler:
         admitted: list[SequenceState] = []
         if not preempted and self.pause is PauseState.RUNNING:
             admitted = self._admit_waiting(batch, now)
-        return self._execute(batch, admitted, preempted, now)
+        return self._execute(batch, admitted, preempted, now, least_s)
 
     def _schedule_running(self) -> tuple[list[tuple[SequenceState, int]], int]:
         """Gives each running sequence its tokens of this step, preempting the youngest where blocks run out."""
@@ -236,7 +245,12 @@ class Scheduler:
         return admitted
 
     def _execute(
-        self, batch: list[tuple[SequenceState, int]], admitted: list[SequenceState], preempted: int, now: float
+        self,
+        batch: list[tuple[SequenceState, int]],
+        admitted: list[SequenceState],
+        preempted: int,
+        now: float,
+        least_s: float,
     ) -> StepResult:
         prefilled = decoding = context = 0
         ready: list[SequenceState] = []
@@ -251,6 +265,7 @@ class Scheduler:
             if sequence.computed == len(sequence.tokens):
                 ready.append(sequence)
         seconds = self._timing.step_seconds(prefill_tokens=prefilled, decode_sequences=decoding, context_tokens=context)
+        seconds = max(seconds, least_s)
         emissions: list[Emission] = []
         started: list[SequenceState] = []
         finished: list[SequenceState] = []
@@ -259,8 +274,8 @@ class Scheduler:
                 sequence.first_token_at = now + seconds
                 started.append(sequence)
             emission = sequence.generation.advance(self.fingerprint, room=self._settings.max_model_len - len(sequence.tokens))
-            assert emission.token is not None
-            sequence.tokens.append(emission.token)
+            if emission.token is not None:
+                sequence.tokens.append(emission.token)
             emissions.append(emission)
             if emission.finish_reason is not None:
                 self._running.remove(sequence)
@@ -270,7 +285,7 @@ class Scheduler:
             seconds=seconds,
             emissions=tuple(emissions),
             prefilled_tokens=prefilled,
-            generated_tokens=len(emissions),
+            generated_tokens=sum(emission.token is not None for emission in emissions),
             admitted=tuple(admitted),
             started=tuple(started),
             finished=tuple(finished),

@@ -10,10 +10,8 @@ import msgspec
 from server.sim_errors import ApiError
 from server.sim_fields import Fields
 from server.sim_generation import Script
-from server.sim_json import minimal_instance
-from server.sim_text import encode
-
-_ANY_OBJECT: Mapping[str, Any] = {"type": "object", "properties": {"answer": {"type": "string"}}}
+from server.sim_json import NOTHING_SAID, Said, minimal_instance, what_is_said
+from server.sim_text import encode, message_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,27 +24,37 @@ class ToolPlan:
     named: bool  # by tool_choice: the finish reason then stays `stop`
 
 
-def response_script(fields: Fields) -> Script | None:
-    """What response_format makes the model say."""
+def response_script(fields: Fields, messages: Sequence[Mapping[str, Any]] = ()) -> Script | None:
+    """What response_format makes the model say. A JSON object without a schema gets the keys that were asked for in quotes."""
     response_format = fields.mapping("response_format")
-    match response_format.get("type", "text"):
-        case "text":
-            return None
+    kind = response_format.get("type", "text")
+    if kind == "text":
+        return None
+    said = _last_said(messages)
+    keys = said.quotes or ("answer",)
+    any_object = {"type": "object", "properties": {key: {"type": "string"} for key in keys}}
+    match kind:
         case "json_object":
-            return _json_script(_ANY_OBJECT)
+            return _json_script(any_object, NOTHING_SAID)
         case "json_schema":
             wrapper = response_format.get("json_schema")
             if not isinstance(wrapper, dict):
                 message = "When response_format type is 'json_schema', the 'json_schema' field must be provided."
                 raise ApiError.bad_value(message, param="response_format")
-            return _json_script(wrapper.get("schema") or _ANY_OBJECT)
-        case kind:
+            return _json_script(wrapper.get("schema") or any_object, said)
+        case _:
             raise ApiError.bad_value(f"response_format {kind!r} is not simulated", param="response_format")
 
 
-def _json_script(schema: Mapping[str, Any]) -> Script:
+def _last_said(messages: Sequence[Mapping[str, Any]]) -> Said:
+    """What the last message of a user names."""
+    asked = next((message for message in reversed(messages) if message["role"] == "user"), None)
+    return NOTHING_SAID if asked is None else what_is_said(message_text(asked))
+
+
+def _json_script(schema: Mapping[str, Any], said: Said) -> Script:
     def write(rng: random.Random) -> list[int]:
-        return encode(msgspec.json.encode(minimal_instance(schema, rng)).decode())
+        return encode(msgspec.json.encode(minimal_instance(schema, rng, said)).decode())
 
     try:
         write(random.Random(0))
@@ -71,20 +79,21 @@ def tool_plan(fields: Fields, tools: Sequence[Any], messages: Sequence[Mapping[s
         return None
     if not functions:
         raise ApiError.bad_value("When using `tool_choice`, `tools` must be set.", param="tool_choice")
+    said = _last_said(messages)
     if isinstance(choice, dict):
         name = choice.get("function", {}).get("name") if isinstance(choice.get("function"), dict) else None
         if name not in functions:
             message = "The tool specified in `tool_choice` does not match any of the specified `tools`"
             raise ApiError.bad_value(message, param="tool_choice")
-        return _call(functions[name], forced=True, named=True)
+        return _call(functions[name], said, forced=True, named=True)
     if choice not in (None, "auto", "required"):
         message = f'Invalid value for `tool_choice`: {choice}! Only named tools, "none", "auto" or "required" are supported.'
         raise ApiError.bad_value(message, param="tool_choice")
     if choice != "required" and messages and messages[-1]["role"] == "tool":
         return None
-    return _call(next(iter(functions.values())), forced=choice == "required", named=False)
+    return _call(next(iter(functions.values())), said, forced=choice == "required", named=False)
 
 
-def _call(function: Mapping[str, Any], *, forced: bool, named: bool) -> ToolPlan:
+def _call(function: Mapping[str, Any], said: Said, *, forced: bool, named: bool) -> ToolPlan:
     schema = function.get("parameters") or {"type": "object"}
-    return ToolPlan(name=function["name"], script=_json_script(schema), forced=forced, named=named)
+    return ToolPlan(name=function["name"], script=_json_script(schema, said), forced=forced, named=named)

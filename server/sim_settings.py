@@ -93,6 +93,8 @@ class EngineSettings:
     weights_load_s: float = 0.15  # of one reload_weights; 0.18 s were measured for 53 MB on a CPU
     answer_tokens_mean: int = 128  # natural answers are half to one and a half times as long
     reasoning_parser: bool = False
+    pools: bool = False  # an embedding model: it serves /v1/embeddings and generates nothing
+    responses_store: bool = False  # responses are kept and can run in the background
     prompt_tokens_details: bool = False
     request_id_headers: bool = False
     server_load_tracking: bool = False

@@ -20,6 +20,8 @@ _REPLACEMENT = "\ufffd".encode()
 _CONSONANTS = "bdfgklmnprstvz"
 _VOWELS = "aeiou"
 _ASSISTANT_TURN = "<|assistant|>\n"
+_WORD = re.compile(rb" [%b][%b][%b][%b]\.?" % ((_CONSONANTS.encode(), _VOWELS.encode()) * 2))
+_CUT_WORD = re.compile(rb" (?:[%b](?:[%b](?:[%b][%b]?)?)?)?" % ((_CONSONANTS.encode(), _VOWELS.encode()) * 2))
 
 
 def encode(text: str) -> list[int]:
@@ -50,6 +52,17 @@ def word_token(value: int, *, first: bool) -> int:
         letters.append(alphabet[index])
     stop = "." if value % 11 == 0 else ""
     return int.from_bytes(b"\x01" + f"{'' if first else ' '}{''.join(letters)}{stop}".encode())
+
+
+def word_tail(tokens: Sequence[int]) -> int:
+    """How many tokens at the end look like made-up words behind a space; the last one may be cut."""
+    count = 0
+    while count < len(tokens):
+        piece = token_bytes(tokens[-1 - count])
+        if not _WORD.fullmatch(piece) and (count or not _CUT_WORD.fullmatch(piece)):
+            break
+        count += 1
+    return count
 
 
 def render_chat(

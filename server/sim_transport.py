@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.guard import Message
-from server.sim_faults import Connection
+from server.sim_faulty_send import Connection
 
 CONNECTION_EXTENSION = "sim.connection"
 _LINGER_0 = struct.pack("ii", 1, 0)  # on, zero seconds: close() sends RST
@@ -32,6 +32,9 @@ class TransportConnection:
 
     def close(self) -> None:
         self._transport.close()
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data)
 
 
 def connection_of(scope: Message) -> Connection:

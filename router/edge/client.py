@@ -11,10 +11,10 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 from urllib.parse import unquote_to_bytes
 
 import httptools
@@ -83,8 +83,8 @@ class Service(Protocol):
         """Answers, counts and logs a refused request."""
         ...
 
-    async def serve(self, request: Request, connection: "ClientConnection") -> None:
-        """Answers the request. Cancelled if the client leaves."""
+    def serve(self, request: Request, connection: "ClientConnection") -> Coroutine[Any, Any, None] | None:
+        """Answers the request, at once or in what it returns, which is cancelled if the client leaves."""
         ...
 
 
@@ -115,9 +115,9 @@ class ClientConnection(asyncio.Protocol):
         "_head",
         "_head_bytes",
         "_headers",
-        "_in_body",
         "_is_chunked",
         "_is_closing",
+        "_is_in_head",
         "_is_started",
         "_loop",
         "_parser",
@@ -142,7 +142,7 @@ class ClientConnection(asyncio.Protocol):
         self._target = b""
         self._headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
-        self._in_body = False
+        self._is_in_head = False
         self._request: Request | None = None
         self._body: list[bytes] = []
         self._body_bytes = 0
@@ -179,8 +179,12 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_closing:
             return  # the rest of what is refused
+        was_in_head = self._is_in_head
         if self._request is None:
             head_end = data.find(b"\r\n\r\n", 0, HEAD_BYTES_MAX)
+            if head_end < 0 and self._head_bytes + len(data) > HEAD_BYTES_MAX:
+                self._refuse_head()
+                return
             if data.find(b"pgrade:", 0, head_end if head_end >= 0 else HEAD_BYTES_MAX) >= 0:
                 head, end, body = data.partition(b"\r\n\r\n")
                 data = _UPGRADE_OFFER.sub(b"", head + b"\r\n").removesuffix(b"\r\n") + end + body if end else data
@@ -190,10 +194,9 @@ class ClientConnection(asyncio.Protocol):
             if not self._is_closing:
                 self._give_up(400, "The request is not valid HTTP.")
             return
-        if self._request is None and (self._headers or self._target):
-            self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES_MAX:
-                self._give_up(431, f"The headers of the request are longer than {HEAD_BYTES_MAX} bytes.")
+        if self._is_in_head:
+            begin = 0 if was_in_head else data.rfind(b"\r\n\r\n") + 4
+            self._head_bytes += len(data) - begin
         if len(self._waiting) >= PIPELINED_MAX and self._transport is not None:
             self._transport.pause_reading()
 
@@ -227,6 +230,7 @@ class ClientConnection(asyncio.Protocol):
     # httptools
 
     def on_message_begin(self) -> None:
+        self._is_in_head = True
         self._target = b""
         self._headers = {}
         self._head_bytes = 0
@@ -253,6 +257,8 @@ class ClientConnection(asyncio.Protocol):
             keeps_alive=parser.should_keep_alive(),
             started=time.perf_counter(),
         )
+        self._is_in_head = False
+        self._head_bytes = 0
         request.refusal = self._server.service.admit(request)
         length = headers.get(b"content-length")
         if length is not None and int(length) > self._server.body_bytes_max and request.refusal is None:
@@ -284,8 +290,6 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         request, self._request = self._request, None
-        self._target = b""
-        self._headers = {}
         if request is None or self._is_closing:
             return
         body = self._body
@@ -335,6 +339,16 @@ class ClientConnection(asyncio.Protocol):
             data = self._head + data
             self._head = b""
         transport.write(data)
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether the started answer is sent in chunks, which `wire_part` needs."""
+        return self._is_chunked
+
+    def wire_part(self, data: bytes) -> None:
+        """Like `part`, for bytes that are whole chunks already. Not before the first `part`."""
+        if self._transport is not None:
+            self._transport.write(data)
 
     def end(self, data: bytes = b"") -> None:
         """The last bytes of a started answer, and its end."""
@@ -399,11 +413,13 @@ class ClientConnection(asyncio.Protocol):
         if request.refusal is not None:
             self._server.service.refuse(request, self, request.refusal)
             return
-        self._task = self._loop.create_task(self._serve(request))
+        serving = self._server.service.serve(request, self)
+        if serving is not None:
+            self._task = self._loop.create_task(self._serve(request, serving))
 
-    async def _serve(self, request: Request) -> None:
+    async def _serve(self, request: Request, serving: Coroutine[Any, Any, None]) -> None:
         try:
-            await self._server.service.serve(request, self)
+            await serving
         except Exception:  # the service answers its own faults; this one is in doing so
             log.exception("answering %s %s failed", request.method, request.path)
         finally:
@@ -434,7 +450,7 @@ class ClientConnection(asyncio.Protocol):
             if len(self._waiting) < PIPELINED_MAX and self._transport is not None:
                 self._transport.resume_reading()
         else:
-            self._deadline = time.monotonic() + (HEAD_TIMEOUT_S if self._headers or self._request is not None else KEEP_ALIVE_S)
+            self._deadline = time.monotonic() + (HEAD_TIMEOUT_S if self._is_in_head or self._request is not None else KEEP_ALIVE_S)
 
     def _expire(self) -> None:
         self._deadline = None
@@ -473,6 +489,9 @@ class ClientConnection(asyncio.Protocol):
             self._current.keeps_alive = False
         else:
             self._close()
+
+    def _refuse_head(self) -> None:
+        self._give_up(431, f"The headers of the request are longer than {HEAD_BYTES_MAX} bytes.")
 
     def _close(self) -> None:
         """Says that nothing more comes, and waits a little for the client to take what did."""

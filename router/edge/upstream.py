@@ -76,16 +76,22 @@ class Answer:
         """Whether nothing is left to read or to come."""
         return self._connection.is_drained
 
+    def take(self) -> bytes:
+        """What has arrived of the body; b"" if nothing has."""
+        return self._connection.take()
+
     async def read(self) -> bytes:
         """The next bytes of the body, as many as have arrived; b"" at its end. Raises UpstreamError."""
         return await self._connection.read()
 
-    async def pump(self, sink: Callable[[bytes], None]) -> None:
+    async def pump(self, sink: Callable[[bytes], None], wire_sink: Callable[[bytes], bool] | None = None) -> None:
         """Calls `sink` with the body's bytes as they come, from the event loop, until its end.
 
-        Raises UpstreamError, and whatever `sink` raised, after which it is not called again.
+        `wire_sink` is offered, before they are parsed, bytes that begin with a chunk of the chunked coding; it returns whether
+        it took them, which it may only if they are whole chunks of this kind, none of them the last.
+        Raises UpstreamError, and whatever a sink raised, after which it is not called again.
         """
-        await self._connection.pump(sink)
+        await self._connection.pump(sink, wire_sink)
 
     def hold(self, is_held: bool) -> None:
         """Stops and starts reading from the engine, for a client that is slower."""
@@ -203,6 +209,7 @@ class _Connection(asyncio.Protocol):
         "_has_surplus",
         "_head_bytes",
         "_heard_at",
+        "_is_between_chunks",
         "_is_complete",
         "_is_held",
         "_keeps_alive",
@@ -215,6 +222,7 @@ class _Connection(asyncio.Protocol):
         "_sink_error",
         "_transport",
         "_waiter",
+        "_wire_sink",
         "has_body",
         "has_head",
         "headers",
@@ -229,6 +237,8 @@ class _Connection(asyncio.Protocol):
         self._chunks: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Callable[[bytes], None] | None = None
+        self._wire_sink: Callable[[bytes], bool] | None = None
+        self._is_between_chunks = False
         self._sink_error: Exception | None = None
         self._error: UpstreamError | None = None
         self._is_held = False
@@ -291,7 +301,7 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None
         self.status, self.headers, self.has_head, self.has_body = 0, {}, False, False
         self._head_bytes = 0
-        self._is_complete = self._keeps_alive = False
+        self._is_complete = self._keeps_alive = self._is_between_chunks = False
         self._heard_at = self._nudged_at = self._loop.time()
         self._patience = patience
         self._transport.writelines((head, body))
@@ -312,10 +322,11 @@ class _Connection(asyncio.Protocol):
             self.hold(False)
         return data
 
-    async def pump(self, sink: Callable[[bytes], None]) -> None:
+    async def pump(self, sink: Callable[[bytes], None], wire_sink: Callable[[bytes], bool] | None) -> None:
         if self._chunks:
             sink(self._take_chunks())
         self._sink = sink
+        self._wire_sink = wire_sink
         try:
             while not self._is_complete:
                 if self._error is not None:
@@ -324,7 +335,7 @@ class _Connection(asyncio.Protocol):
             if self._sink_error is not None:
                 raise self._sink_error
         finally:
-            self._sink = self._sink_error = None
+            self._sink = self._wire_sink = self._sink_error = None
 
     def hold(self, is_held: bool) -> None:
         if is_held is self._is_held:
@@ -336,6 +347,9 @@ class _Connection(asyncio.Protocol):
             else:
                 self._excused_at = self._loop.time()
                 self._transport.resume_reading()
+
+    def take(self) -> bytes:
+        return self._take_chunks() if self._chunks else b""
 
     def _take_chunks(self) -> bytes:
         data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
@@ -373,6 +387,15 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._heard_at = self._loop.time()
         self._pool.bytes_received += len(data)
+        if self._is_between_chunks and self._wire_sink is not None:
+            # The parser stands where it stood: what it is not shown begins and ends between two chunks.
+            try:
+                if self._wire_sink(data):
+                    return
+            except Exception as error:
+                self._refuse(error)
+                self._wake()
+                return
         if self._is_complete:
             # Bytes that no request asked for: whatever they are, they are not the next answer.
             self.abort()
@@ -382,6 +405,8 @@ class _Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.fail(BrokenAnswerError(f"the engine's answer is not HTTP: {error}"))
             return
+        if self._is_between_chunks and data[-2:] != b"\r\n":
+            self._is_between_chunks = False  # the next chunk has begun
         if not self.has_head:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
@@ -403,7 +428,7 @@ class _Connection(asyncio.Protocol):
 
     def _refuse(self, error: Exception) -> None:
         """The sink takes no more. Why belongs to whoever waits in `pump`."""
-        self._sink = None
+        self._sink = self._wire_sink = None
         self._sink_error = error
         if not self._is_complete:
             self._is_complete = True
@@ -454,7 +479,14 @@ class _Connection(asyncio.Protocol):
         if not self.has_head or self._has_surplus:
             return
         self._is_complete = True
+        self._is_between_chunks = False
         self._keeps_alive = self._parser.should_keep_alive()
+
+    def on_chunk_header(self) -> None:
+        self._is_between_chunks = False
+
+    def on_chunk_complete(self) -> None:
+        self._is_between_chunks = True
 
 
 def request_head(method: bytes, target: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:

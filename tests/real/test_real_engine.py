@@ -3,7 +3,6 @@
 import asyncio
 import re
 import shutil
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
@@ -11,25 +10,13 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.real.stack import MODEL, RealStack, start_real_stack
+from tests.real.stack import MODEL, RealStack
 from tests.real.tiny_glm import ANSWER_TOKENS, QUESTION
 from tests.waiting import await_until
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": QUESTION}]
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealStack]:
-    with start_real_stack(tmp_path_factory.mktemp("real")) as stack:
-        yield stack
-
-
-@pytest.fixture
-async def client(stack: RealStack) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=stack.router.v1, api_key="none", timeout=120) as client:
-        yield client
 
 
 async def answer(client: openai.AsyncOpenAI) -> tuple[str, str]:

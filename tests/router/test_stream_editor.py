@@ -147,3 +147,14 @@ def test_other_surfaces_say_that_they_failed_with_an_event() -> None:
         NamedEditor().pass_on(failed)
     assert caught.value.detail is not None
     assert caught.value.detail.message == "boom"
+
+
+def test_a_message_that_was_given_up_is_not_taken_for_whole() -> None:
+    """vLLM ends an aborted message with a null stop reason and a clean end."""
+    given_up = event(b'{"type":"message_delta","delta":{"stop_reason":null},"usage":{"output_tokens":2}}', b"message_delta")
+    with pytest.raises(StreamFailure, match="gave the answer up"):
+        NamedEditor().pass_on(given_up + event(b'{"type":"message_stop"}', b"message_stop"))
+    with pytest.raises(UnusableAnswer, match="gave the answer up"):
+        check_whole(b'{"type":"message","content":[],"usage":{"input_tokens":1,"output_tokens":1}}')
+    body = b'{"type":"message","content":[],"stop_reason":"end_turn"}'
+    assert check_whole(body) == (body, None)

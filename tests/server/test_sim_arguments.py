@@ -52,6 +52,14 @@ def test_the_model_is_served_under_the_name_it_was_given_by() -> None:
     assert parse_arguments(["--served-model-name", "a", "b"], {}).settings.served_model_names == ("a", "b")
 
 
+def test_embeddings_and_stored_responses_are_off_unless_asked_for() -> None:
+    """--runner pooling makes an embedding model; vLLM's environment variable turns the store on."""
+    variable = "VLLM_ENABLE_RESPONSES_API_STORE"
+    assert [parse_arguments(argv, {}).settings.pools for argv in ([], ["--runner", "pooling"])] == [False, True]
+    stores = [parse_arguments([], environ).settings.responses_store for environ in ({}, {variable: "0"}, {variable: "1"})]
+    assert stores == [False, False, True]
+
+
 def test_the_api_key_may_come_from_the_environment() -> None:
     """--api-key wins over VLLM_API_KEY, and an empty key is none."""
     environ = {"VLLM_API_KEY": "env"}

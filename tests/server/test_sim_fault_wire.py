@@ -13,6 +13,14 @@ import pytest
 from tests.sim import SimEngine, await_sim_engine, launch_sim_engine, start_sim_engine
 from tests.waiting import await_until, wait_until
 
+# A stream of each route: its body, and how many events a complete one has.
+ROUTES: dict[str, tuple[dict[str, Any], int]] = {
+    "/v1/chat/completions": ({"messages": [{"role": "user", "content": "hi"}]}, 12),
+    "/v1/completions": ({"prompt": "hi"}, 11),
+    "/v1/messages": ({"model": "simulated", "messages": [{"role": "user", "content": "hi"}]}, 15),
+    "/v1/responses": ({"input": "hi"}, 18),
+}
+LAST_EVENTS = (b"data: [DONE]", b"event: message_stop", b"event: response.completed")
 STREAM = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 30, "ignore_eos": True, "stream": True}
 PLAIN = {**STREAM, "stream": False}
 
@@ -30,12 +38,13 @@ def engine(shared_engine: SimEngine) -> Iterator[SimEngine]:
     wait_until(lambda: shared_engine.metric("vllm:num_requests_running") == 0, 5, "the engine to be idle")
 
 
-def exchange(engine: SimEngine, body: dict[str, Any]) -> tuple[bytes, str]:
+def exchange(engine: SimEngine, body: dict[str, Any], path: str = "/v1/chat/completions") -> tuple[bytes, str]:
     """The raw bytes of one answer, and how the connection ended: `reset`, `closed` or `open`."""
     content = json.dumps(body).encode()
-    request = (
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        b"content-length: %d\r\n\r\n%b" % (len(content), content)
+    request = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
+        path.encode(),
+        len(content),
+        content,
     )
     received = b""
     with socket.create_connection(("127.0.0.1", engine.port), timeout=10) as connection:
@@ -81,6 +90,86 @@ def test_truncation_ends_the_connection_without_the_last_chunk(engine: SimEngine
     assert (event_count(received), end) == (chunks, "closed")
     assert b"[DONE]" not in received
     assert chunks > 0 or received == b""
+
+
+def route_stream(path: str) -> dict[str, Any]:
+    return {**ROUTES[path][0], "stream": True, "max_tokens": 10, "max_output_tokens": 10, "ignore_eos": True}
+
+
+def whole_events(received: bytes) -> int:
+    """How many events are complete; no other blank line can be in an answer."""
+    return received.count(b"\n\n")
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_every_route_has_faults(engine: SimEngine, path: str) -> None:
+    """Complete without one; then cut at an event, inside an event, at the last event, and replaced by what is not HTTP."""
+    body, total = route_stream(path), ROUTES[path][1]
+    received, end = exchange(engine, body, path)
+    assert (whole_events(received), end) == (total, "open")
+    assert any(mark in received for mark in LAST_EVENTS)
+
+    engine.add_faults({"kind": "truncate", "after_chunks": 3, "times": 1})
+    received, end = exchange(engine, body, path)
+    assert (whole_events(received), end) == (3, "closed")
+
+    engine.add_faults({"kind": "half_event", "after_chunks": 3, "times": 1})
+    received, end = exchange(engine, body, path)
+    assert (whole_events(received), end) == (3, "closed")
+    assert received.rpartition(b"\n\n\r\n")[2].partition(b"\r\n")[2].startswith((b"data: ", b"event: "))
+
+    engine.add_faults({"kind": "no_done", "times": 1})
+    received, end = exchange(engine, body, path)
+    assert (whole_events(received), end) == (total - 1, "open")
+    assert not any(mark in received for mark in LAST_EVENTS)
+
+    engine.add_faults({"kind": "no_done", "after_chunks": 4, "times": 1})
+    received, end = exchange(engine, body, path)
+    assert (whole_events(received), end) == (4, "open")
+
+    engine.add_faults({"kind": "garbage", "times": 1})
+    received, end = exchange(engine, body, path)
+    assert end in ("closed", "reset")
+    assert not received.startswith(b"HTTP/")
+
+    engine.add_faults({"kind": "status", "status": 500, "times": 1})
+    assert engine.client.post(path, json={**body, "stream": False}).status_code == 500
+
+
+def test_garbage_may_come_in_the_middle_of_an_answer(engine: SimEngine) -> None:
+    """Bytes that are no chunk of a chunked body follow the events."""
+    engine.add_faults({"kind": "garbage", "after_chunks": 2, "times": 1})
+    received, end = exchange(engine, STREAM)
+    assert (event_count(received), end) == (2, "closed")
+    assert b"this is not HTTP" in received
+
+
+@pytest.mark.parametrize("kind", ["half_event", "no_done"])
+def test_a_whole_answer_is_halved_or_left_alone(engine: SimEngine, kind: str) -> None:
+    """half_event ends a body in its middle; no_done has nothing to leave out."""
+    engine.add_faults({"kind": kind, "times": 1})
+    received, end = exchange(engine, PLAIN) if kind == "half_event" else (b"", "")
+    if kind == "half_event":
+        assert end == "closed"
+        assert 0 < len(received.partition(b"\r\n\r\n")[2]) < int(received.partition(b"content-length: ")[2].split(b"\r")[0])
+    else:
+        assert engine.client.post("/v1/chat/completions", json=PLAIN).json()["usage"]["completion_tokens"] == 30
+
+
+@pytest.mark.parametrize("body", [STREAM, PLAIN], ids=["stream", "whole"])
+def test_an_endless_answer_goes_on_until_its_client_leaves(engine: SimEngine, body: dict[str, Any]) -> None:
+    """Many megabytes without the end of an event; then the engine's work ends, also where clear_faults came too late."""
+    engine.add_faults({"kind": "endless", "after_chunks": 2, "times": 1})
+    with engine.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        assert answer.status_code == 200
+        received, tail = 0, b""
+        for piece in answer.iter_raw():
+            received += len(piece)
+            tail = (tail + piece)[-100_000:]
+            if received > 20_000_000:
+                break
+    assert b"\n" not in tail
+    wait_until(lambda: engine.metric("vllm:num_requests_running") == 0, 1, "the work to end")
 
 
 def test_a_whole_answer_is_truncated_in_its_middle(engine: SimEngine) -> None:
@@ -170,6 +259,87 @@ async def test_a_stalled_engine_hangs_but_looks_healthy(engine: SimEngine) -> No
         assert engine.admin("POST", "/resume").status_code == 200
         await asyncio.gather(stalled, other)
     assert event_count(events[0]) == 32
+
+
+@pytest.mark.parametrize("after_chunks", [0, 1, 5])
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_stall_looks_in_the_metrics_as_if_requests_ran_without_progress(
+    engine: SimEngine, path: str, after_chunks: int
+) -> None:
+    """/health stays 200; /metrics answers with running requests and a count of steps that stands still."""
+    engine.add_faults({"kind": "stall", "after_chunks": after_chunks, "times": 1})
+    async with httpx.AsyncClient(base_url=engine.url, timeout=30) as client:
+        stalled = asyncio.create_task(client.post(path, json=route_stream(path)))
+        await await_until(lambda: engine.admin("GET", "/sim/faults").json()["faults"][0]["left"] == 0, 5, "the hit")
+        await await_until(lambda: engine.metric("vllm:num_requests_running") == 1, 5, "a running request")
+        await asyncio.sleep(0.1)  # steps of this engine take 1 ms
+        steps = engine.metric("vllm:iteration_tokens_total_count")
+        assert not (await asyncio.wait((stalled,), timeout=0.3))[0]
+        assert engine.metric("vllm:iteration_tokens_total_count") == steps
+        assert engine.metric("vllm:num_requests_running") == 1
+        assert engine.client.get("/health").status_code == 200
+        engine.clear_faults()
+        assert whole_events((await stalled).content) == ROUTES[path][1]
+
+
+async def test_a_request_that_stalls_at_its_only_token_still_runs(engine: SimEngine) -> None:
+    """The last token of an answer is computed in a step that hangs: the request counts as running."""
+    engine.add_faults({"kind": "stall", "times": 1})
+    async with httpx.AsyncClient(base_url=engine.url, timeout=30) as client:
+        stalled = asyncio.create_task(client.post("/v1/chat/completions", json={**STREAM, "max_tokens": 1}))
+        await await_until(lambda: engine.metric("vllm:num_requests_running") == 1, 5, "a running request")
+        assert not (await asyncio.wait((stalled,), timeout=0.3))[0]
+        assert engine.metric("vllm:num_requests_running") == 1
+        engine.clear_faults()
+        assert (await stalled).status_code == 200
+
+
+@pytest.mark.parametrize(("clears", "gauge"), [("false", "vllm:num_requests_running"), ("true", "vllm:num_requests_waiting")])
+async def test_a_paused_engine_answers_probes(engine: SimEngine, clears: str, gauge: str) -> None:
+    """Mode keep: /health is 200, steps stand still; frozen requests run, or wait where their cache was cleared."""
+    async with httpx.AsyncClient(base_url=engine.url, timeout=30) as client:
+        body = {**STREAM, "max_tokens": 2000}
+        frozen = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        await await_until(lambda: engine.metric("vllm:num_requests_running") == 1, 5, "a running request")
+        assert engine.admin("POST", f"/pause?mode=keep&clear_cache={clears}").status_code == 200
+        steps = engine.metric("vllm:iteration_tokens_total_count")
+        assert not (await asyncio.wait((frozen,), timeout=0.3))[0]
+        assert engine.metric("vllm:iteration_tokens_total_count") == steps
+        assert engine.metric(gauge) == 1
+        assert engine.client.get("/health").status_code == 200
+        frozen.cancel()
+        await asyncio.gather(frozen, return_exceptions=True)
+    await await_until(lambda: engine.metric(gauge) == 0, 1, "the request to go")
+    assert engine.admin("POST", "/resume").status_code == 200
+
+
+async def test_a_slow_engine_makes_progress(engine: SimEngine) -> None:
+    """Each step takes the scripted seconds, the count of steps moves, and clearing ends the slow step at once."""
+    engine.add_faults({"kind": "slow_step", "seconds": 0.2})
+    async with httpx.AsyncClient(base_url=engine.url, timeout=30) as client:
+        slow = asyncio.create_task(client.post("/v1/chat/completions", json=PLAIN))
+        steps = engine.metric("vllm:iteration_tokens_total_count")
+        started = time.monotonic()
+        await await_until(lambda: engine.metric("vllm:iteration_tokens_total_count") >= steps + 3, 5, "three steps")
+        assert time.monotonic() - started > 0.3
+        assert not slow.done()
+        engine.add_faults({"kind": "slow_step", "seconds": 60})
+        engine.clear_faults()
+        assert (await slow).json()["usage"]["completion_tokens"] == 30
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_client_that_leaves_any_route_frees_the_engine(engine: SimEngine, path: str, streams: bool) -> None:
+    """Within a second, streamed or not."""
+    body = {**route_stream(path), "stream": streams, "max_tokens": 4000, "max_output_tokens": 4000}
+    if path == "/v1/messages":  # Anthropic's body cannot ignore the natural end
+        engine.add_faults({"kind": "slow_step", "seconds": 5})
+    async with httpx.AsyncClient(base_url=engine.url, timeout=30) as client:
+        request = asyncio.create_task(client.post(path, json=body))
+        await await_until(lambda: engine.metric("vllm:num_requests_running") == 1, 5, "the request to run")
+        request.cancel()
+        await await_until(lambda: engine.metric("vllm:num_requests_running") == 0, 1, "the running count to fall")
 
 
 async def test_a_client_that_leaves_a_stalled_or_delayed_request_is_noticed(engine: SimEngine) -> None:

@@ -10,6 +10,7 @@ from server.sim_faults import Fault, FaultBook, FaultKind, RequestPlan, decode_f
     [
         ('{"kind": "explode"}', "explode"),
         ('{"kind": "delay"}', "seconds is 0.0"),
+        ('{"kind": "slow_step"}', "seconds is 0.0"),
         ('{"kind": "refuse", "seconds": -1}', "seconds is -1"),
         ('{"kind": "status", "status": 200}', "status is 200"),
         ('{"kind": "reset", "after_chunks": -1}', "after_chunks is -1"),
@@ -58,6 +59,13 @@ def test_one_request_meets_at_most_one_fault_of_a_kind_in_their_order() -> None:
         RequestPlan(0.0, None, second),
         RequestPlan(),
     ]
+
+
+def test_slow_steps_are_drawn_per_step_and_hit_no_request() -> None:
+    """slow_step leaves requests alone, and is used up by engine steps."""
+    book = FaultBook([Fault(kind=FaultKind.SLOW_STEP, seconds=2, times=2)])
+    assert book.plan_request() == RequestPlan()
+    assert [book.slow_step_s() for _ in range(3)] == [2, 2, 0]
 
 
 def test_reload_faults_hit_reloads_only() -> None:
