@@ -32,6 +32,8 @@ RENAMED_BODY_BYTES_MAX = 64 * 1024 * 1024
 LONG_BODY_BYTES_MAX = 1024 * 1024 * 1024
 # The longest event of a stream: one with the ids of a long prompt is some MB long.
 EVENT_BYTES_MAX = 8 * 1024 * 1024
+# Seconds for the end of HTTP's message behind the end of a stream; the client has its answer by then.
+END_TIMEOUT_S = 1.0
 # The size of a chunk that is at most a read of the socket long, in hexadecimal, and its line end.
 _CHUNK_HEAD_BYTES_MAX = 10
 
@@ -162,7 +164,7 @@ class _StreamRelay:
         self._is_plain = leg.alias is None and leg.seam is None
 
     async def run(self, first: bytes) -> None:
-        self._connection.on_flow = self._answer.hold
+        hold = self._connection.on_flow = self._answer.hold
         try:
             if first:
                 self._feed(first)
@@ -182,7 +184,8 @@ class _StreamRelay:
                     raise
                 raise broken(error, is_stream=True) from error
         finally:
-            self._connection.on_flow = None
+            if self._connection.on_flow == hold:  # else it is the next request's by now
+                self._connection.on_flow = None
             self._answer.hold(False)
             self._exchange.usage = self._editor.usage or self._exchange.usage
             self._exchange.events = self._editor.events
@@ -221,6 +224,7 @@ class _StreamRelay:
             # The client need not wait for the engine to close: nothing can follow.
             self._has_ended = True
             self._reply.end(block)
+            self._answer.expect_end(END_TIMEOUT_S)
             return True
         self._reply.part(block)
         if self._memory is not None:

@@ -24,7 +24,7 @@ ANTHROPIC = frozenset({Surface.MESSAGES, Surface.COUNT_TOKENS})
 class Reply:
     """Keeps the exchange's status and bytes true to what was sent. `extra` are header lines for every answer (CORS)."""
 
-    __slots__ = ("_connection", "_exchange", "_extra", "_shows_replica", "has_output", "is_started")
+    __slots__ = ("_connection", "_exchange", "_extra", "_shows_replica", "has_output", "is_ended", "is_started")
 
     def __init__(self, connection: ClientConnection, exchange: Exchange, *, extra: bytes, shows_replica: bool) -> None:
         self._connection = connection
@@ -33,11 +33,12 @@ class Reply:
         self._shows_replica = shows_replica
         self.is_started = False  # a status was sent
         self.has_output = False  # something of an engine's answer was sent
+        self.is_ended = False  # the connection is the next request's
 
     def whole(self, status: int, body: bytes, content_type: bytes = b"application/json") -> None:
         self._exchange.status = status
         self._exchange.response_bytes += len(body)
-        self.is_started = self.has_output = True
+        self.is_started = self.has_output = self.is_ended = True
         self._connection.respond(status, b"content-type: %b\r\n%b" % (content_type, self._own_headers()), body)
 
     def start_stream(self, content_type: bytes = _STREAM_TYPE) -> None:
@@ -54,12 +55,14 @@ class Reply:
         self._connection.part(data)
 
     def end(self, data: bytes = b"") -> None:
-        self.has_output = True
+        self.has_output = self.is_ended = True
         self._exchange.response_bytes += len(data)
         self._connection.end(data)
 
     def keep_alive(self) -> None:
         """A comment in a stream, so that nobody on the way takes the connection for dead."""
+        if self.is_ended:
+            return
         if not self.is_started:
             self.start_stream()
         self._connection.part(KEEP_ALIVE)
@@ -70,7 +73,10 @@ class Reply:
     def error(self, status: int, detail: ErrorDetail, retry_after: bytes | None = None) -> None:
         """Ends the answer with an error: with its status, or in a stream that has begun with an event, broken off."""
         exchange = self._exchange
+        if self.is_ended:
+            return
         if not self.is_started:
+            self.is_ended = True
             if exchange.surface in ANTHROPIC:
                 body = encode_anthropic_error(status, detail.message, exchange.request_id)
             else:
@@ -85,11 +91,13 @@ class Reply:
             self.part(event(_responses_error(detail, exchange.events), b"error"))
         else:
             self.part(event(encode_detail(detail)))
-        self._connection.break_off()
+        self.break_off()
 
     def break_off(self) -> None:
         """Ends a started answer so that nobody takes it for complete."""
-        self._connection.break_off()
+        if not self.is_ended:
+            self.is_ended = True
+            self._connection.break_off()
 
     def _start(self, status: int, block: bytes, length: int | None) -> None:
         self.is_started = True

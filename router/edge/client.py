@@ -450,7 +450,9 @@ class ClientConnection(asyncio.Protocol):
             if len(self._waiting) < PIPELINED_MAX and self._transport is not None:
                 self._transport.resume_reading()
         else:
-            self._deadline = time.monotonic() + (HEAD_TIMEOUT_S if self._is_in_head or self._request is not None else KEEP_ALIVE_S)
+            self._deadline = time.monotonic() + (
+                HEAD_TIMEOUT_S if self._is_in_head or self._request is not None else KEEP_ALIVE_S
+            )
 
     def _expire(self) -> None:
         self._deadline = None

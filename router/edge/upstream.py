@@ -97,6 +97,10 @@ class Answer:
         """Stops and starts reading from the engine, for a client that is slower."""
         self._connection.hold(is_held)
 
+    def expect_end(self, within_s: float) -> None:
+        """From now on nothing but the end of the answer is waited for, and not for long."""
+        self._connection.expect_end(within_s)
+
     def close(self) -> None:
         """Returns the connection to the pool if the answer is complete, else cuts it, which aborts the engine's request."""
         self._pool.release(self._connection)
@@ -337,6 +341,9 @@ class _Connection(asyncio.Protocol):
         finally:
             self._sink = self._wire_sink = self._sink_error = None
 
+    def expect_end(self, within_s: float) -> None:
+        self._patience = Patience(Timeouts(idle=within_s))
+
     def hold(self, is_held: bool) -> None:
         if is_held is self._is_held:
             return
@@ -440,7 +447,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._is_complete and self._error is None:
             cause = f": {exc}" if exc else ""
-            if self.has_head:
+            if self.has_head or self._head_bytes:
                 self._error = BrokenAnswerError(f"the engine closed the connection inside its answer{cause}")
             else:
                 self._error = NoAnswerError(f"the engine closed the connection before answering{cause}")

@@ -581,3 +581,26 @@ async def test_a_request_id_that_could_break_a_log_is_replaced(engine: ScriptedE
     for bad in ("a" * 129, "a b", "a;b", ""):
         response = await client.get("/v1/models", headers={"x-request-id": bad})
         assert response.headers["x-request-id"].startswith("req_")
+
+
+async def test_an_engine_that_does_not_end_its_message_holds_up_nobody(engine: ScriptedEngine, running: RouterProcess) -> None:
+    """A stream is over at its [DONE]: the next request is answered on the same connection, and the lease is given back."""
+
+    async def script(request: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        if b'"stream"' in request.body:
+            writer.write(SSE_HEAD + chunked(event("one"), DONE))
+            await asyncio.Event().wait()
+        writer.write(json_answer({"model": MODEL}))
+
+    engine.script = script
+    async with httpx.AsyncClient(base_url=running.url, timeout=10) as client:
+        streamed = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+        assert streamed.content == event("one") + DONE
+        whole = await client.post("/v1/chat/completions", json=CHAT)
+        assert whole.json() == {"model": MODEL}
+    async with httpx.AsyncClient(base_url=running.admin) as admin:
+
+        async def is_settled() -> bool:
+            return await in_flight(admin) == 0
+
+        await await_until(is_settled, 5, "the lease to be given back")
