@@ -7,11 +7,12 @@ ADMIN_PORT ?= $(or $(INTELLECT_ADMIN_PORT),8001)
 ENGINE ?= vllm
 STATE_DIR ?=
 BENCH ?=
+SOAK ?=
 
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check bench clean
+.PHONY: help setup serve test check bench soak clean
 
 help:
 	@echo 'make serve    a served model on http://127.0.0.1:$(PORT), with everything it needs'
@@ -21,6 +22,8 @@ help:
 	@echo 'make check    format, lint, types, import arrows'
 	@echo 'make bench    what the router costs beside other routers (needs nginx and wrk; 8 minutes); writes docs/benchmarks.md'
 	@echo '              variables: BENCH=ARGUMENTS, such as BENCH="--only requests --routers ours"; BENCH=--help lists them'
+	@echo 'make soak     mixed load while the replicas of the router fail at random, 20 minutes; fails if a promise is broken'
+	@echo '              variables: SOAK=ARGUMENTS, such as SOAK="--minutes 5 --seed 7"; SOAK=--help lists them'
 	@echo 'make setup    .venv with all dependencies; the others run it, and it is idempotent'
 	@echo '              variables: ACCELERATOR=cpu|cuda PYTHON=INTERPRETER'
 	@echo 'make clean    remove what setup and the tests made (models and checkpoints stay in ~/.cache/intellect)'
@@ -43,6 +46,9 @@ check: setup
 
 bench: setup
 	@exec $(BIN)/python -m loadtests.overhead $(BENCH)
+
+soak: setup
+	@exec $(BIN)/python -m loadtests.soak $(SOAK)
 
 clean:
 	rm -rf .venv .bench-venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

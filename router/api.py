@@ -25,6 +25,7 @@ from router.stored_responses import parse_path
 PROXIED = {surface.value: surface for surface in Surface}
 MODELS = "/v1/models"
 _MODEL_PREFIX = MODELS + "/"
+_CODINGS = GZIP | {b"identity"}
 _OPEN = frozenset({"/health", "/ready"})
 _PLAIN = frozenset({"/health", "/ready", "/openapi.json", MODELS})
 
@@ -65,7 +66,7 @@ class Api:
         if kind is not None and kind.partition(b";")[0].strip().lower() != b"application/json":
             return Refusal(415, "The body must be JSON; send it with 'Content-Type: application/json'.")
         coding = headers.get(b"content-encoding")
-        if coding is not None and coding.strip().lower() not in (GZIP, b"identity"):
+        if coding is not None and coding.strip().lower() not in _CODINGS:
             message = f"Content-Encoding '{coding.decode('latin-1')[:40]}' is not accepted; send the JSON as it is, or gzip it."
             return Refusal(415, message)
         return None

@@ -5,7 +5,7 @@ import zlib
 from router.exchange import Rejection
 from router.outcome import Outcome
 
-GZIP = b"gzip"
+GZIP = frozenset({b"gzip", b"x-gzip"})  # two names of one coding (RFC 9110)
 # Nobody's compressor makes so many; a body of nothing but empty ones would take seconds.
 MEMBERS_MAX = 1000
 _GZIP_WINDOW_BITS = 31  # zlib's way to say that a gzip header is expected
@@ -16,7 +16,7 @@ def plain_body(body: bytes, coding: bytes | None, bytes_max: int) -> bytes:
 
     Takes a tenth of a second for 32 MiB.
     """
-    if coding is None or coding.strip().lower() != GZIP:
+    if coding is None or coding.strip().lower() not in GZIP:
         return body
     try:
         return _gunzip(body, bytes_max)

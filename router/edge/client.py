@@ -34,9 +34,6 @@ KEEP_ALIVE_S = 75.0
 CLIENT_STALL_S = 120.0
 # Seconds in which a client must take the end of an answer after which its connection closes.
 LINGER_S = 5.0
-# A body up to this many times too long is read to its end and thrown away before it is refused: a client that is refused
-# while it still sends sees a broken connection and not the reason.
-DISCARD_FACTOR = 2
 # Requests that a client may send ahead; then its connection is not read until one is answered.
 PIPELINED_MAX = 8
 
@@ -111,6 +108,7 @@ class ClientConnection(asyncio.Protocol):
         "_current",
         "_deadline",
         "_drained",
+        "_has_two_hosts",
         "_has_unread_body",
         "_head",
         "_head_bytes",
@@ -154,7 +152,7 @@ class ClientConnection(asyncio.Protocol):
         self._is_started = False
         self._is_chunked = False
         self._is_closing = False
-        self._has_unread_body = False
+        self._has_unread_body = self._has_two_hosts = False
         self._deadline: float | None = None
         self._clogged_since = 0.0
         self._drained: asyncio.Future[None] | None = None
@@ -213,7 +211,8 @@ class ClientConnection(asyncio.Protocol):
         self._waiting.clear()
         self._wake_writer()
         if self._task is not None and self._current is not None:
-            self._task.cancel()
+            # From the loop: a task that is cancelled before its first step never runs, so nobody would count its request.
+            self._loop.call_soon(self._task.cancel)
 
     def pause_writing(self) -> None:
         self.is_clogged = True
@@ -231,6 +230,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._is_in_head = True
+        self._has_two_hosts = False
         self._target = b""
         self._headers = {}
         self._head_bytes = 0
@@ -243,7 +243,10 @@ class ClientConnection(asyncio.Protocol):
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.lower()] = value
+        key = name.lower()
+        if key == b"host" and key in self._headers:
+            self._has_two_hosts = True
+        self._headers[key] = value
 
     def on_headers_complete(self) -> None:
         parser, headers = self._parser, self._headers
@@ -260,8 +263,11 @@ class ClientConnection(asyncio.Protocol):
         self._is_in_head = False
         self._head_bytes = 0
         request.refusal = self._server.service.admit(request)
+        if (b"host" not in headers and not request.is_http10) or self._has_two_hosts:
+            request.refusal = Refusal(400, "A request must name its host once, in the header 'Host'.")
         length = headers.get(b"content-length")
-        if length is not None and int(length) > self._server.body_bytes_max and request.refusal is None:
+        is_too_long = length is not None and int(length) > self._server.body_bytes_max
+        if is_too_long and request.refusal is None:
             request.refusal = self._too_large()
         if b"expect" in headers and headers[b"expect"].lower() == b"100-continue" and self._current is None:
             if request.refusal is not None:
@@ -269,7 +275,7 @@ class ClientConnection(asyncio.Protocol):
                 return
             if self._transport is not None and not request.is_http10:
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if length is not None and int(length) > DISCARD_FACTOR * self._server.body_bytes_max:
+        if is_too_long:
             self._refuse_now(request)
         elif self._current is None:
             self._deadline = time.monotonic() + self._server.body_timeout_s
@@ -281,8 +287,7 @@ class ClientConnection(asyncio.Protocol):
         self._body_bytes += len(body)
         if self._body_bytes > self._server.body_bytes_max:
             request.refusal = request.refusal or self._too_large()
-            if self._body_bytes > DISCARD_FACTOR * self._server.body_bytes_max:
-                self._refuse_now(request)
+            self._refuse_now(request)
         if request.refusal is None:
             self._body.append(body)
         else:
@@ -406,6 +411,9 @@ class ClientConnection(asyncio.Protocol):
     # Inside
 
     def _begin(self, request: Request) -> None:
+        if self.is_lost:  # the client left while this one waited for its turn
+            self._current = None
+            return
         self._current = request
         self._deadline = None
         self._is_started = self._is_chunked = False
@@ -469,8 +477,8 @@ class ClientConnection(asyncio.Protocol):
 
     def _refuse_now(self, request: Request) -> None:
         """Refuses a request whose body is not read."""
-        if self._current is not None or request.refusal is None:
-            self._close()  # it came ahead of the answer to another, so it cannot be answered yet
+        if self._current is not None:
+            self._end_after(self._current)  # it came ahead of another's answer
             return
         request.keeps_alive = False
         self._request = None
@@ -485,12 +493,14 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
             self._has_unread_body = True
             self._close()
-        elif self._transport is not None and not self._is_started:
-            self._is_closing = True  # the running answer still goes out
-            assert self._current is not None
-            self._current.keeps_alive = False
-        else:
-            self._close()
+        elif self._current is not None:
+            self._end_after(self._current)
+
+    def _end_after(self, current: Request) -> None:
+        """Takes nothing more from this client; the running answer still goes out."""
+        self._is_closing = True
+        self._waiting.clear()
+        current.keeps_alive = False
 
     def _refuse_head(self) -> None:
         self._give_up(431, f"The headers of the request are longer than {HEAD_BYTES_MAX} bytes.")

@@ -6,14 +6,24 @@ import openai
 import pytest
 
 from server.sim_model import write_sim_model
-from tests.conformance.service import AUTHORIZED, ENGINE_FLAGS, KEY, MODEL, ORIGIN, THINKER, Service, scripted_behind
+from tests.conformance.service import (
+    AUTHORIZED,
+    ENGINE_FLAGS,
+    KEY,
+    MODEL,
+    ORIGIN,
+    THINKER,
+    WITHOUT_TLS,
+    Service,
+    scripted_behind,
+)
 from tests.router.process import RouterProcess, start_router
 from tests.scripted_engine import ScriptedEngine
 from tests.sim import await_sim_engine, launch_sim_engine
 from tests.waiting import wait_until
 
 # Of the router for scripted engines: short enough to wait for.
-SCRIPTED_SETTINGS = "[router]\nfirst_byte_timeout_s = 1.0\nidle_timeout_s = 1.0\n"
+SCRIPTED_SETTINGS = "[router]\nfirst_byte_timeout_s = 1.0\nidle_timeout_s = 1.0\nbody_timeout_s = 1.0\n"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -92,5 +102,5 @@ async def scripted(scripted_router: RouterProcess) -> AsyncIterator[ScriptedEngi
 
 @pytest.fixture
 async def scripted_http(scripted_router: RouterProcess) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=scripted_router.url, timeout=10) as client:
+    async with httpx.AsyncClient(base_url=scripted_router.url, timeout=10, verify=WITHOUT_TLS) as client:
         yield client

@@ -10,6 +10,7 @@ from tests.conformance import raw
 from tests.conformance.replies import CHAT, PLAIN, whole_and_streamed
 from tests.conformance.service import AUTHORIZED, KEY, Service
 from tests.conformance.test_transport import chat, text_of
+from tests.router.process import RouterProcess
 from tests.waiting import wait_until
 
 LONG: dict[str, Any] = {**PLAIN, "max_tokens": 200_000, "ignore_eos": True}
@@ -105,6 +106,18 @@ def test_t11_slow_clients_hold_nobody_up(service: Service) -> None:
     finally:
         for wire in wires:
             wire.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b'{"model": "scripted"'], ids=["nothing", "a part"])
+def test_t11_a_body_that_never_comes_is_a_408(scripted_router: RouterProcess, sent: bytes) -> None:
+    """The time for it is limited, so that nobody holds a connection for ever; the client is told and cut off."""
+    with raw.Wire(scripted_router.url) as wire:
+        wire.send(raw.request("POST", CHAT, {"content-type": "application/json", "content-length": "100"}) + sent)
+        answer = wire.read_answer()
+        assert (answer.status, answer.error["type"]) == (408, "invalid_request_error")
+        assert answer.header("connection") == "close"
+        wire.half_close()
+        assert wire.is_ended()
 
 
 @pytest.mark.parametrize(

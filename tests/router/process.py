@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -24,6 +24,8 @@ class RouterProcess:
     admin: str
     process: subprocess.Popen[bytes]
     log_path: Path
+    # Plain HTTP only: reading the machine's certificates for each request would take longer than what is tested.
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(verify=False, timeout=10))
 
     @property
     def v1(self) -> str:
@@ -39,7 +41,7 @@ class RouterProcess:
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum over the series of a metric that carry these labels."""
-        text = httpx.get(f"{self.admin}/metrics").text
+        text = self.http.get(f"{self.admin}/metrics").text
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         lines = [line for line in text.splitlines() if line.partition("{")[0].partition(" ")[0] == name]
         return sum(float(line.rpartition(" ")[2]) for line in lines if all(label in line for label in wanted))
@@ -49,7 +51,7 @@ class RouterProcess:
 
     def wait_ready(self, replicas: int, timeout_s: float = 20.0) -> None:
         def ready() -> bool:
-            listed = httpx.get(f"{self.admin}/admin/replicas").json()
+            listed = self.http.get(f"{self.admin}/admin/replicas").json()
             ready_now = [replica for replica in listed if replica["health"] == "ready"]
             return len(ready_now) >= replicas
 
@@ -81,12 +83,13 @@ def start_router(
             if process.poll() is None:
                 process.kill()
             process.wait(10)
+            router.http.close()
 
 
 def _answers(router: RouterProcess) -> bool:
     if router.process.poll() is not None:
         raise AssertionError(f"the router ended with status {router.process.returncode}:\n{router.log}")
     try:
-        return httpx.get(f"{router.url}/health").status_code == 200
+        return router.http.get(f"{router.url}/health").status_code == 200
     except httpx.TransportError:
         return False
