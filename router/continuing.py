@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import msgspec
 
 from protocol.openai import Surface
-from router.continuation import continued_request, token_count_requests
 from router.edge.upstream import Answer, Patience, Timeouts, UpstreamPool
 from router.errors import BrokenAnswerError
-from router.seam import SeamRewriter, is_finished
-from router.stream_memory import Sent
+from router.stream.continuation import continued_request, token_count_requests
+from router.stream.memory import Sent
+from router.stream.seam import SeamRewriter, is_finished
 
 CONTINUED = frozenset({Surface.CHAT, Surface.COMPLETIONS})
 # An answer whose replicas die one after the other may itself be what kills them.

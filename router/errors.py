@@ -25,5 +25,9 @@ class LocalLimitError(UpstreamError):
     """No connection could be made for want of something of our own (file descriptors, ports): no replica's fault."""
 
 
+class OtherWeightsError(UpstreamError):
+    """The replica is sound but serves other weights than those with which the answer began."""
+
+
 class StalledError(UpstreamError):
     """The engine answers its health probe but computes nothing; this request had no output yet, so it can be placed again."""

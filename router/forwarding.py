@@ -8,25 +8,32 @@ from dataclasses import dataclass
 from protocol import headers as names
 from protocol.openai import InvalidRequestError, Surface
 from router.attempts import RETRIED_STATUSES, Retries, verdict_of
-from router.continuable import NotContinuable
 from router.continuing import CONTINUATIONS_MAX, CONTINUED, NO_COUNTS, Counts, Resumption
 from router.edge.client import ClientConnection, Request
 from router.edge.fleet import Fleet
 from router.edge.metrics import RouterMetrics
 from router.edge.upstream import Patience, Timeouts
-from router.errors import LocalLimitError, StalledError, UnreachableError, UpstreamError, UpstreamTimeoutError
+from router.errors import (
+    LocalLimitError,
+    OtherWeightsError,
+    StalledError,
+    UnreachableError,
+    UpstreamError,
+    UpstreamTimeoutError,
+)
 from router.exchange import Exchange, Rejection, no_replica, unreachable
 from router.model_alias import ModelAlias
 from router.outcome import Outcome
 from router.policy.choose import Policy
 from router.relay import BrokenStream, EngineRefusal, Leg, relay, version_of
 from router.reply import Reply
+from router.request.fields import RequestFacts, engine_body, read_request
 from router.request_body import plain_body
-from router.request_fields import RequestFacts, engine_body, read_request
 from router.state.replicas import Lease, Replica
 from router.stored_responses import response_id
-from router.stream_editor import editor_for
-from router.stream_memory import StreamMemory
+from router.stream.continuable import NotContinuable
+from router.stream.editor import editor_for
+from router.stream.memory import StreamMemory
 from router.types import RequestInfo, Verdict
 
 # Trace context is the only thing of a client's headers that an engine gets: everything else there could steer it.
@@ -144,7 +151,7 @@ class Forwarding:
                 raise Rejection(503, message, Outcome.UPSTREAM_UNREACHABLE, code="overloaded") from error
             except UpstreamError as error:
                 # The client has got nothing yet, so another replica can answer in this one's place.
-                verdict = Verdict.BAD
+                verdict = Verdict.NEUTRAL if isinstance(error, OtherWeightsError) else Verdict.BAD
                 exchange.error = str(error)
                 if isinstance(error, UnreachableError):
                     self._parts.fleet.report_unreachable(lease.replica, str(error))

@@ -13,23 +13,21 @@ from protocol.openai import Surface
 from protocol.sse import EventBuffer, EventTooLongError
 from router.edge.client import ClientConnection
 from router.edge.upstream import Answer
-from router.errors import BrokenAnswerError, UpstreamError, UpstreamTimeoutError
+from router.errors import BrokenAnswerError, OtherWeightsError, UpstreamError, UpstreamTimeoutError
 from router.exchange import Exchange
 from router.model_alias import ModelAlias
 from router.outcome import Outcome
 from router.reply import Reply
-from router.seam import SeamRewriter
-from router.stream_editor import StreamFailure, UnusableAnswer, check_whole, editor_for
-from router.stream_memory import StreamMemory
+from router.stream.editor import StreamFailure, UnusableAnswer, check_whole, editor_for
+from router.stream.memory import StreamMemory
+from router.stream.seam import SeamRewriter
 
 # An engine's error answer is read whole, to be put into OpenAI's shape; none is longer than this.
 ERROR_BODY_BYTES_MAX = 1024 * 1024
 # A JSON answer up to this length is read whole before anything is sent: if it breaks, another replica can still answer.
 WHOLE_BODY_BYTES_MAX = 1024 * 1024
-# One in which the model is renamed must be.
-RENAMED_BODY_BYTES_MAX = 64 * 1024 * 1024
 # The longest answer that is passed on in parts. More than any model's context with log probabilities makes.
-LONG_BODY_BYTES_MAX = 1024 * 1024 * 1024
+LONG_BODY_BYTES_MAX = 256 * 1024 * 1024
 # The longest event of a stream: one with the ids of a long prompt is some MB long.
 EVENT_BYTES_MAX = 8 * 1024 * 1024
 # Seconds for the end of HTTP's message behind the end of a stream; the client has its answer by then.
@@ -83,7 +81,7 @@ async def relay(answer: Answer, reply: Reply, connection: ClientConnection, exch
     told = answer.headers.get(names.CHECKPOINT)
     checkpoint = told.decode("latin-1") if told is not None else leg.checkpoint or ""
     if leg.seam is not None and version_of(checkpoint) != version_of(exchange.checkpoint):
-        raise BrokenAnswerError("the replica serves other weights by now")
+        raise OtherWeightsError(f"the replica serves {checkpoint or 'unknown weights'}, not {exchange.checkpoint}")
     content_type = answer.headers.get(b"content-type") or b"application/json"
     if content_type[:17].lower() == b"text/event-stream":
         if leg.seam is None:
@@ -96,8 +94,7 @@ async def relay(answer: Answer, reply: Reply, connection: ClientConnection, exch
         raise BrokenAnswerError("the engine answered a streaming request with no stream")
     exchange.checkpoint = checkpoint
     exchange.first_byte_s = exchange.elapsed_s
-    limit = WHOLE_BODY_BYTES_MAX if leg.alias is None else RENAMED_BODY_BYTES_MAX
-    body = part if answer.is_complete else await _read_up_to(answer, part, limit)
+    body = part if answer.is_complete else await _read_up_to(answer, part, WHOLE_BODY_BYTES_MAX)
     if answer.is_complete:
         try:
             body, exchange.usage = check_whole(body)
@@ -105,10 +102,11 @@ async def relay(answer: Answer, reply: Reply, connection: ClientConnection, exch
             raise BrokenAnswerError(str(error)) from error
         reply.whole(status, body if leg.alias is None else leg.alias.answer(body), content_type)
         return
-    if leg.alias is not None:
-        raise BrokenAnswerError(f"the engine's answer is longer than {limit} bytes")
     length = answer.headers.get(b"content-length")
-    reply.start_long(status, content_type, None if length is None else int(length))
+    bytes_left = None if length is None else int(length) - len(body)
+    if leg.alias is not None:
+        body = leg.alias.answer(body)  # engines write the model's name first
+    reply.start_long(status, content_type, None if bytes_left is None else bytes_left + len(body))
     await _relay_long(answer, body, reply)
 
 

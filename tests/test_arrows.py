@@ -19,12 +19,9 @@ ARROWS = {
 }
 # Inside the router, from the innermost ring outwards. A module imports its own ring and those before it.
 ROUTER_RINGS = [
-    {"router.types", "router.outcome", "router.errors", "router.ids", "router.raw_fields"},
-    {"router.policy", "router.admission"},
+    {"router.types", "router.outcome", "router.errors", "router.ids", "router.model_alias"},
+    {"router.policy", "router.admission", "router.request", "router.stream"},
     {"router.state", "router.config"},
-    # What a body or a stream says, and what becomes of it.
-    {"router.request_schema", "router.request_fields", "router.stream_memory", "router.stream_editor", "router.model_alias"},
-    {"router.continuable", "router.continuation", "router.seam"},
     {"router.edge"},
     {"router.exchange", "router.auth", "router.cors", "router.attempts", "router.stored_responses"},
     {"router.reply", "router.request_body", "router.continuing"},
@@ -37,7 +34,7 @@ ROUTER_RINGS = [
     {"router.app"},
 ]
 # A pure ring neither waits nor reads a clock nor does I/O.
-PURE = ("router/policy", "router/admission", "router/state")
+PURE = ("router/policy", "router/admission", "router/request", "router/stream", "router/state")
 IMPURE_MODULES = {"asyncio", "time", "socket", "httpx", "os", "logging"}
 
 

@@ -148,10 +148,11 @@ class Fleet:
             if is_stalled and not replica.is_stalled:
                 log.warning("replica %s answers its probes but makes no progress", replica.id)
                 self.table.set_stalled(replica, True)
-                pool.give_up_waiting()
             elif replica.is_stalled and not is_stalled:
                 log.info("replica %s makes progress again", replica.id)
                 self.table.set_stalled(replica, False)
+            if is_stalled and self.table.has_other(replica):
+                pool.give_up_waiting()  # else what waits there is lost for nothing: the engine may come back
 
     async def _is_stalled(self, replica: Replica, pool: UpstreamPool, watch: ProgressWatch) -> bool:
         iterations = running = None

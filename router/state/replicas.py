@@ -161,6 +161,11 @@ class ReplicaTable:
             replica.is_stalled = is_stalled
             self._rebuild()
 
+    def has_other(self, replica: Replica) -> bool:
+        """Whether a sound replica serves a model of this one's, too."""
+        others = (other for model in replica.models for other in self._placeable.get(model, ()))
+        return any(other is not replica and other.health in (Health.READY, Health.SWAPPING) for other in others)
+
     def tick(self, now: float) -> None:
         """Lets time pass for the breakers. Call about once a second."""
         changed = [replica for replica in self._replicas.values() if replica.breaker.tick(now)]

@@ -25,7 +25,7 @@ from schemathesis.specs.openapi.checks import (
 
 from protocol.openai import Surface
 from router.openapi import document
-from router.request_schema import DECODERS
+from router.request.schema import DECODERS
 from tests.router.process import RouterProcess, start_router
 from tests.sim import start_sim_engine
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router import stream_memory
-from router.stream_memory import FOLD_BYTES, Sent, StreamMemory
-from tests.router.streams import DONE, chat_stream, completion_stream, event, events_of, text_of
+from router.stream import memory as stream_memory
+from router.stream.memory import FOLD_BYTES, Sent, StreamMemory
+from tests.router.stream.samples import DONE, chat_stream, completion_stream, event, events_of, text_of
 
 HEAD = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1753800000, "model": "m"}
 

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import UNSET, Raw
 
 from protocol.openai import InvalidRequestError, Surface, decode_body, find_remote_url
-from router.request_schema import (
+from router.request.schema import (
     ABSENT,
     DECODERS,
     REFUSED,

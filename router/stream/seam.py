@@ -7,10 +7,10 @@ import msgspec
 
 from protocol.openai import Surface
 from protocol.sse import DONE, event
-from router.continuable import NotContinuable, Reason, has_one_choice
-from router.continuation import token_limit
-from router.raw_fields import UNREADABLE, RawFields, raw, read_fields, value
-from router.stream_memory import Sent
+from router.request.raw_fields import UNREADABLE, RawFields, raw, read_fields, value
+from router.stream.continuable import NotContinuable, Reason, has_one_choice
+from router.stream.continuation import token_limit
+from router.stream.memory import Sent
 
 # Inside a JSON string a quote is escaped, so none of these can be part of what a model wrote.
 _REASONING = re.compile(rb'"reasoning(?:_content)?":"[^"]')

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.openai import InvalidRequestError, Surface
-from router.request_fields import (
+from router.request.fields import (
     REGEX_CHARS_MAX,
     SCHEMA_BYTES_MAX,
     TOOLS_BYTES_MAX,
@@ -18,7 +18,7 @@ from router.request_fields import (
     engine_body,
     read_request,
 )
-from router.request_schema import BAD_WORDS_MAX, CHOICES_MAX, REFUSED
+from router.request.schema import BAD_WORDS_MAX, CHOICES_MAX, REFUSED
 
 GENERATING = [Surface.CHAT, Surface.COMPLETIONS, Surface.RESPONSES, Surface.MESSAGES]
 OPENAI = [Surface.CHAT, Surface.COMPLETIONS]

@@ -7,12 +7,12 @@ import msgspec
 import pytest
 
 from protocol.openai import Surface
-from router.continuable import NotContinuable, Reason
-from router.continuation import continued_request, token_count_requests
-from router.seam import SeamRewriter, is_finished
-from router.stream_memory import Sent, StreamMemory
+from router.stream.continuable import NotContinuable, Reason
+from router.stream.continuation import continued_request, token_count_requests
+from router.stream.memory import Sent, StreamMemory
+from router.stream.seam import SeamRewriter, is_finished
 from server.sim_text import encode
-from tests.router.streams import DONE, events_of, text_of
+from tests.router.stream.samples import DONE, events_of, text_of
 from tests.sim import SimEngine, start_sim_engine
 
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}

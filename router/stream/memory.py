@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from router.raw_fields import UNREADABLE
+from router.request.raw_fields import UNREADABLE
 
 # Events are kept as they were sent up to this many bytes; then they are read, and only what they said is kept.
 FOLD_BYTES = 16 * 1024

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from protocol.openai import Surface
-from router.continuable import (
+from router.request.raw_fields import RawFields, raw, read_fields, value
+from router.stream.continuable import (
     NotContinuable,
     Reason,
     check_fields,
@@ -23,8 +24,7 @@ from router.continuable import (
     prompt_ids,
     prompt_text,
 )
-from router.raw_fields import RawFields, raw, read_fields, value
-from router.stream_memory import Sent
+from router.stream.memory import Sent
 
 _COMPLETION_MAX_TOKENS = 16  # vLLM's and OpenAI's default for completions; chat has none
 # What /tokenize takes of a request, beside the prompt of completions and the template's values.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from protocol.openai import Surface
 from protocol.sse import DONE, event
 from protocol.usage import Usage
-from router.stream_editor import ChatEditor, NamedEditor, StreamFailure, UnusableAnswer, check_whole, editor_for
+from router.stream.editor import ChatEditor, NamedEditor, StreamFailure, UnusableAnswer, check_whole, editor_for
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}}
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.openai import Surface
-from router.continuable import NotContinuable, Reason, check_request
-from router.continuation import continued_request, token_count_requests
-from router.stream_memory import Sent
+from router.stream.continuable import NotContinuable, Reason, check_request
+from router.stream.continuation import continued_request, token_count_requests
+from router.stream.memory import Sent
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "Once", "stream": True, "max_tokens": 50}

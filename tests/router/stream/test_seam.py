@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.continuable import NotContinuable, Reason
-from router.seam import SeamRewriter, is_finished
-from router.stream_memory import Sent, StreamMemory
-from tests.router.streams import DONE, chat_stream, completion_stream, event, events_of
+from router.stream.continuable import NotContinuable, Reason
+from router.stream.memory import Sent, StreamMemory
+from router.stream.seam import SeamRewriter, is_finished
+from tests.router.stream.samples import DONE, chat_stream, completion_stream, event, events_of
 
 SENT = Sent(id="first", created=5, model="public", text="Well", token_ids=None, has_role=True, chunks=1)
 HEAD = {"id": "second", "object": "chat.completion.chunk", "created": 9, "model": "m"}

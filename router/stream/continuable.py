@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from protocol.openai import Surface
-from router.raw_fields import RawFields, read_fields, spelling, value
-from router.stream_memory import Sent
+from router.request.raw_fields import RawFields, read_fields, spelling, value
+from router.stream.memory import Sent
 
 _THINK_TAGS = ("<think>", "</think>")
 

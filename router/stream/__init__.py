@@ -1,0 +1,1 @@
+"""What passes through a stream, and how a stream that broke off goes on. Pure."""
