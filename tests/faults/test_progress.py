@@ -97,6 +97,24 @@ async def test_a_stalled_replica_is_ejected_and_its_waiting_requests_are_placed_
         await await_until(is_used, 5, "the recovered replica to get requests")
 
 
+async def test_requests_wait_for_the_only_replica_when_it_stalls(
+    suspicious: RouterProcess, engines: tuple[SimEngine, SimEngine]
+) -> None:
+    """Nobody else could answer them: they are not thrown away, and an engine that comes back answers them."""
+    hung = engines[0]
+    async with staged(suspicious, engines[:1], 1) as stage:
+        hung.add_faults({"kind": "stall", "after_chunks": 0, "times": 1})
+        asking = [asyncio.ensure_future(stage.ask(body, timeout_s=30)) for body in (CHAT, STREAM)]
+        try:
+            await stage.await_health(stage.proxies[0], "stalled", _EJECTED_WITHIN_S)
+            assert not any(task.done() for task in asking)
+        finally:
+            hung.clear_faults()
+        for view in await asyncio.gather(*asking):
+            assert_whole(view, whole_text(hung, CHAT))
+        assert stage.upstream == 2
+
+
 def is_hung(engine: SimEngine) -> bool:
     faults = engine.admin("GET", "/sim/faults").json()["faults"]
     return all(fault["left"] == 0 for fault in faults) and engine.metric("vllm:num_requests_running") > 0
