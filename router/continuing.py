@@ -7,7 +7,7 @@ import msgspec
 
 from protocol.openai import Surface
 from router.edge.upstream import Answer, Patience, Timeouts, UpstreamPool
-from router.errors import BrokenAnswerError
+from router.errors import BrokenAnswerError, NoAnswerError, UpstreamTimeoutError
 from router.stream.continuation import continued_request, token_count_requests
 from router.stream.memory import Sent
 from router.stream.seam import SeamRewriter, is_finished
@@ -55,11 +55,10 @@ class Resumption:
             return Counts(None if self.sent.token_ids is None else len(self.sent.token_ids), None)
         counts = []
         for body in requests:
-            answer = await pool.send(head(b"/tokenize", len(body)), body, _COUNT_PATIENCE)
             try:
-                count = await _read_count(answer)
-            finally:
-                answer.close()
+                count = await _ask_count(pool, head(b"/tokenize", len(body)), body)
+            except UpstreamTimeoutError as error:  # the client's own wait is not over; another replica may be quicker
+                raise NoAnswerError(f"no token count: {error}") from error
             if count is None:
                 return Counts(self.sent.chunks, None)
             counts.append(count)
@@ -77,6 +76,14 @@ class Resumption:
 
 
 _COUNT_PATIENCE = Patience(timeouts=Timeouts(first_byte=COUNT_TIMEOUT_S, idle=COUNT_TIMEOUT_S))
+
+
+async def _ask_count(pool: UpstreamPool, head: bytes, body: bytes) -> int | None:
+    answer = await pool.send(head, body, _COUNT_PATIENCE)
+    try:
+        return await _read_count(answer)
+    finally:
+        answer.close()
 
 
 async def _read_count(answer: Answer) -> int | None:

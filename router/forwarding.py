@@ -84,6 +84,7 @@ class Forwarding:
         "_memory",
         "_parts",
         "_patience",
+        "_refusal",
         "_reply",
         "_request",
         "_resumption",
@@ -105,10 +106,12 @@ class Forwarding:
         self._memory: StreamMemory | None = None
         self._broken: BrokenStream | None = None  # why the answer must be continued
         self._resumption: Resumption | None = None
+        self._refusal: EngineRefusal | None = None  # the last of them
 
     async def run(self) -> Outcome:
         body, facts = await self._understand() if self._is_laborious() else self._read(self._request.body)
         self._prepare(body, facts)
+        self._request.body = b""  # `_body` is kept while it may be sent again; one of both is enough
         retries, exchange = self._parts.retries, self._exchange
         while True:
             if self._resumption is not None and not self._has_replica() and self._ends(self._resumption, NO_COUNTS):
@@ -123,8 +126,9 @@ class Forwarding:
             except EngineRefusal as refusal:
                 verdict = verdict_of(refusal.status)
                 exchange.error = str(refusal)
+                self._refusal = refusal
                 if not (refusal.status in RETRIED_STATUSES and self._may_retry(lease)):
-                    raise self._refused(refusal) from refusal
+                    raise self._failed() from refusal
             except BrokenStream as broken:
                 verdict = Verdict.BAD
                 exchange.error = str(broken)
@@ -138,7 +142,7 @@ class Forwarding:
                 # The replica is out already, and what it had must not be lost for want of a retry budget.
                 exchange.error = str(error)
                 if not self._has_replica():
-                    raise unreachable() from error
+                    raise self._failed() from error
                 self._parts.metrics.retried(lease.replica.id)
             except UpstreamTimeoutError as error:
                 verdict = Verdict.BAD
@@ -156,7 +160,7 @@ class Forwarding:
                 if isinstance(error, UnreachableError):
                     self._parts.fleet.report_unreachable(lease.replica, str(error))
                 if not self._may_retry(lease):
-                    raise unreachable() from error
+                    raise self._failed() from error
             finally:
                 lease.settle(verdict, time.monotonic())
 
@@ -250,10 +254,8 @@ class Forwarding:
         exchange, table = self._exchange, self._parts.fleet.table
         candidates = self._candidates()
         if not candidates:
-            if self._broken is not None:
-                raise self._not_continued("no_replica")
             if exchange.tried:
-                raise unreachable()
+                raise self._failed()
             raise no_replica(f"No replica that serves '{exchange.model}' is ready; GET /ready says why.")
         replica = self._parts.policy.choose(RequestInfo(self._engine_model, len(self._body)), candidates)
         exchange.tried.append(replica)
@@ -281,11 +283,14 @@ class Forwarding:
     def _has_replica(self) -> bool:
         return bool(self._candidates())
 
-    def _refused(self, refusal: EngineRefusal) -> Rejection:
-        """The engine's own last word, in OpenAI's shape."""
-        status, detail = refusal.status, refusal.detail
+    def _failed(self) -> Rejection:
+        """No replica has answered: the last word of an engine, in OpenAI's shape, if one had a word."""
+        refusal = self._refusal
         if self._broken is not None:
-            return self._not_continued("engine_refused")
+            return self._not_continued("no_replica" if refusal is None else "engine_refused")
+        if refusal is None:
+            return unreachable()
+        status, detail = refusal.status, refusal.detail
         if status in (401, 403):
             # The client's own key was checked long before: this is about the router's.
             self._exchange.error = f"the engine answered {status} to the router's key"

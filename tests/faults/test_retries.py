@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.faults.fault_proxy import Fault
+from tests.faults.fault_proxy import Break, Fault
 from tests.faults.stage import CHAT, MODEL, STREAM, Stage, staged, whole_text
 from tests.faults.view import assert_refused, assert_whole
 from tests.router.process import RouterProcess, start_router
@@ -72,6 +72,16 @@ async def test_when_all_replicas_fail_the_last_ones_word_counts(two: Stage, body
     assert view.headers["retry-after"] == "7"
     assert two.upstream == 2
     await two.assert_well()
+
+
+@both_kinds
+async def test_an_engines_word_counts_more_than_a_connection_that_broke(two: Stage, body: Mapping[str, Any]) -> None:
+    """A full queue on one replica and a dead one: the client is told to wait, not that something broke."""
+    two.faults.arm(engine_error(429, "slow down", "7"))
+    two.faults.arm(Fault(breaks=Break.RESET, reaches_engine=False))
+    view = await two.ask(body)
+    assert_refused(view, 429, None)
+    assert (view.error["message"], view.headers["retry-after"]) == ("slow down", "7")
 
 
 @pytest.mark.parametrize(("given", "told"), [("300", "60"), ("0", "1"), ("soon", "2"), (None, "2")])
