@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from router.config import ConfigError, RouterSettings, load_settings
+from router.config import ConfigError, ModelSettings, RouterSettings, load_settings
 from router.policy.choose import PolicyName
 
 
@@ -100,3 +100,30 @@ def test_other_machines_are_served_with_a_key_or_on_demand() -> None:
     """Listening on all interfaces takes one deliberate step."""
     assert load_settings(None, {"INTELLECT_API_KEY": "k"}, {"host": "0.0.0.0"}).host == "0.0.0.0"
     assert load_settings(None, {}, {"host": "0.0.0.0", "allow_anonymous": True}).allow_anonymous
+
+
+def test_one_model_can_have_limits_of_its_own(tmp_path: Path) -> None:
+    """A reasoning model may think for minutes while others are held to seconds."""
+    file = write(tmp_path, '[router]\nidle_timeout_s = 9\n[router.model."org/deep"]\nfirst_byte_timeout_s = 900\n')
+    settings = load_settings(file, {}, {})
+    assert settings.model == {"org/deep": ModelSettings(first_byte_timeout_s=900.0)}
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("idle_timeout_s = -1", r"\[router.model.'m'\] idle_timeout_s -1.0: must be a number greater than 0"),
+        ("idle_timeout = 1", "idle_timeout"),
+        ("idle_timeout_s = 'long'", "model"),
+    ],
+)
+def test_a_models_limits_are_checked_like_all_settings(tmp_path: Path, table: str, message: str) -> None:
+    """A typing error is found at the start, with its name."""
+    with pytest.raises(ConfigError, match=message):
+        load_settings(write(tmp_path, f"[router.model.m]\n{table}\n"), {}, {})
+
+
+def test_an_unknown_way_to_continue_is_refused_with_those_there_are() -> None:
+    """The operator need not look them up."""
+    with pytest.raises(ConfigError, match="--continuation is 'always', but must be one of off, safe"):
+        load_settings(None, {}, {"continuation": "always"})

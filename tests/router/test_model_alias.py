@@ -1,31 +1,18 @@
-"""A public name for the model, in streams that are cut anywhere."""
+"""A public name for the model."""
 
-import pytest
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.model_alias import ModelAlias, StreamRenamer
+from router.model_alias import ModelAlias
 
-ALIAS = ModelAlias(public="acme", engine="/models/secret path")
-
-
-@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
-@given(cuts=st.lists(st.integers(0, 400), max_size=12))
-def test_no_part_of_the_engines_name_gets_through(end: bytes, cuts: list[int]) -> None:
-    """However the network cuts it, and whatever line ends the engine uses, each event comes on with its own last byte."""
-    event = b'data: {"model":"/models/secret path","text":"say \\"model\\""}' + end
-    data = event * 3 + b"data: [DONE]" + end
-    renamer = StreamRenamer(ALIAS)
-    last, sent = 0, b""
-    for cut in [*sorted(min(cut, len(data)) for cut in cuts), len(data)]:
-        sent += renamer.feed(data[last:cut])
-        last = cut
-    assert sent + renamer.finish() == data.replace(b"/models/secret path", b"acme")
+ENGINE = "/models/secret path"
+ALIAS = ModelAlias(public="acme", engine=ENGINE)
 
 
-def test_an_endless_line_is_passed_on_in_parts() -> None:
-    """A line without end fills no memory."""
-    renamer = StreamRenamer(ALIAS)
-    part = b"x" * 65536
-    sent = b"".join(renamer.feed(part) for _ in range(64))
-    assert len(sent) >= 64 * len(part) - StreamRenamer.LINE_BYTES_MAX - len(part)
+@given(st.text(max_size=40))
+def test_the_engines_name_is_replaced_where_it_is_the_model_and_nowhere_else(text: str) -> None:
+    """Clients see one name everywhere; what a model writes about names stays as it wrote it."""
+    for words in (text, f'"model":"{ENGINE}"', ENGINE):
+        answer = {"id": "x", "model": ENGINE, "choices": [{"message": {"content": words}}]}
+        assert msgspec.json.decode(ALIAS.answer(msgspec.json.encode(answer))) == {**answer, "model": "acme"}
