@@ -12,7 +12,6 @@ from router.stream.continuation import continued_request, token_count_requests
 from router.stream.memory import Sent
 from router.stream.seam import SeamRewriter, is_finished
 
-CONTINUED = frozenset({Surface.CHAT, Surface.COMPLETIONS})
 # An answer whose replicas die one after the other may itself be what kills them.
 CONTINUATIONS_MAX = 2
 # Seconds for an engine to count tokens, while a client waits.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from protocol import headers as names
 from protocol.openai import InvalidRequestError, Surface
 from router.attempts import RETRIED_STATUSES, Retries, verdict_of
-from router.continuing import CONTINUATIONS_MAX, CONTINUED, NO_COUNTS, Counts, Resumption
+from router.continuing import CONTINUATIONS_MAX, NO_COUNTS, Counts, Resumption
 from router.edge.client import ClientConnection, Request
 from router.edge.fleet import Fleet
 from router.edge.metrics import RouterMetrics
@@ -23,9 +23,9 @@ from router.errors import (
 )
 from router.exchange import Exchange, Rejection, no_replica, unreachable
 from router.model_alias import ModelAlias
-from router.outcome import Outcome
+from router.outcome import ContinuationOutcome, Outcome
 from router.policy.choose import Policy
-from router.relay import BrokenStream, EngineRefusal, Leg, relay, version_of
+from router.relay import Breakage, BrokenStream, EngineRefusal, EngineWord, Leg, relay, version_of
 from router.reply import Reply
 from router.request.fields import RequestFacts, engine_body, read_request
 from router.request_body import plain_body
@@ -81,10 +81,10 @@ class Forwarding:
         "_engine_model",
         "_exchange",
         "_facts",
+        "_last_word",
         "_memory",
         "_parts",
         "_patience",
-        "_refusal",
         "_reply",
         "_request",
         "_resumption",
@@ -104,9 +104,10 @@ class Forwarding:
         self._alias: ModelAlias | None = None
         self._patience: Patience
         self._memory: StreamMemory | None = None
-        self._broken: BrokenStream | None = None  # why the answer must be continued
+        # Values and no exceptions: through its traceback one would hold this object, and with it all of the answer's buffers.
+        self._broken: Breakage | None = None  # why the answer must be continued
         self._resumption: Resumption | None = None
-        self._refusal: EngineRefusal | None = None  # the last of them
+        self._last_word: EngineWord | None = None  # of an engine that refused
 
     async def run(self) -> Outcome:
         body, facts = await self._understand() if self._is_laborious() else self._read(self._request.body)
@@ -124,18 +125,18 @@ class Forwarding:
                 retries.success(time.monotonic())
                 return Outcome.COMPLETED
             except EngineRefusal as refusal:
-                verdict = verdict_of(refusal.status)
+                word = self._last_word = refusal.word
+                verdict = verdict_of(word.status)
                 exchange.error = str(refusal)
-                self._refusal = refusal
-                if not (refusal.status in RETRIED_STATUSES and self._may_retry(lease)):
+                if not (word.status in RETRIED_STATUSES and self._may_retry(lease)):
                     raise self._failed() from refusal
             except BrokenStream as broken:
                 verdict = Verdict.BAD
                 exchange.error = str(broken)
                 if not broken.is_stream:
                     self._reply.break_off()
-                    return broken.outcome
-                self._resume(broken)
+                    return broken.breakage.outcome
+                self._resume(broken.breakage)
             except NotContinuable as refusal:
                 raise self._not_continued(refusal.reason) from refusal
             except StalledError as error:
@@ -204,7 +205,7 @@ class Forwarding:
             self._reply.keep_alive if facts.stream else None,
         )
         has_others = len(parts.fleet.table.served[self._engine_model]) > 1
-        if settings.continues and has_others and facts.never_continues is None and exchange.surface in CONTINUED:
+        if settings.continues and has_others and facts.never_continues is None:
             self._memory = StreamMemory()
 
     async def _attempt(self, lease: Lease) -> None:
@@ -226,7 +227,7 @@ class Forwarding:
         if answer.status < 400:
             lease.answered(time.monotonic())
             if seam is not None:
-                parts.metrics.continuation("continued")
+                parts.metrics.continuation(ContinuationOutcome.CONTINUED)
         leg = Leg(
             surface=exchange.surface,
             strips_usage=facts.strips_usage,
@@ -285,27 +286,28 @@ class Forwarding:
 
     def _failed(self) -> Rejection:
         """No replica has answered: the last word of an engine, in OpenAI's shape, if one had a word."""
-        refusal = self._refusal
+        word = self._last_word
         if self._broken is not None:
-            return self._not_continued("no_replica" if refusal is None else "engine_refused")
-        if refusal is None:
+            reason = ContinuationOutcome.NO_REPLICA if word is None else ContinuationOutcome.ENGINE_REFUSED
+            return self._not_continued(reason)
+        if word is None:
             return unreachable()
-        status, detail = refusal.status, refusal.detail
+        status, detail, retry_after = word
         if status in (401, 403):
             # The client's own key was checked long before: this is about the router's.
             self._exchange.error = f"the engine answered {status} to the router's key"
             return Rejection(502, _KEY_MESSAGE, Outcome.ENGINE_ERROR, code="upstream_error")
         outcome = Outcome.ENGINE_REFUSED if status < 500 else Outcome.ENGINE_ERROR
-        return Rejection(status, detail.message, outcome, code=detail.code, param=detail.param, retry_after=refusal.retry_after)
+        return Rejection(status, detail.message, outcome, code=detail.code, param=detail.param, retry_after=retry_after)
 
-    def _resume(self, broken: BrokenStream) -> None:
+    def _resume(self, broken: Breakage) -> None:
         """Prepares to go on with a broken answer. Raises Rejection if that is not possible."""
-        self._broken = broken
+        self._broken, self._last_word = broken, None
         if self._memory is None:
-            reason = self._facts.never_continues if self._parts.settings.continues else "off"
-            raise self._not_continued(reason or "no_replica")
+            reason = self._facts.never_continues if self._parts.settings.continues else ContinuationOutcome.OFF
+            raise self._not_continued(reason or ContinuationOutcome.NO_REPLICA)
         if self._exchange.continuations >= CONTINUATIONS_MAX:
-            raise self._not_continued("too_often")
+            raise self._not_continued(ContinuationOutcome.TOO_OFTEN)
         seams = self._exchange.continuations = self._exchange.continuations + 1
         self._resumption = Resumption(self._exchange.surface, self._body, self._memory.sent(), seams)
 
@@ -317,10 +319,10 @@ class Forwarding:
         editor = editor_for(self._exchange.surface, strips_usage=self._facts.strips_usage, choices=self._facts.n)
         self._reply.end(editor.pass_on(ending))
         self._exchange.usage = editor.usage or self._exchange.usage
-        self._parts.metrics.continuation("only_the_end")
+        self._parts.metrics.continuation(ContinuationOutcome.ONLY_THE_END)
         return True
 
-    def _not_continued(self, reason: str) -> Rejection:
+    def _not_continued(self, reason: ContinuationOutcome) -> Rejection:
         """The broken answer ends here."""
         assert self._broken is not None
         self._parts.metrics.continuation(reason)

@@ -4,7 +4,7 @@ import msgspec
 
 
 class ModelAlias:
-    """Puts the public name into answers; requests are rewritten in `request.fields`. Built only where an alias is configured."""
+    """Puts the public name into answers; requests are rewritten in `request.fields`. Only built where an alias is needed."""
 
     def __init__(self, public: str, engine: str) -> None:
         # The engine writes compact JSON. Inside a JSON string a quote is escaped, so this can only be the field itself.

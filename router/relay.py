@@ -36,23 +36,35 @@ END_TIMEOUT_S = 1.0
 _CHUNK_HEAD_BYTES_MAX = 10
 
 
+class EngineWord(NamedTuple):
+    """An engine's error answer."""
+
+    status: int
+    detail: ErrorDetail
+    retry_after: bytes | None
+
+
 class EngineRefusal(Exception):
     """The engine answered with an error status. Nothing of it was sent."""
 
-    def __init__(self, status: int, detail: ErrorDetail, retry_after: bytes | None) -> None:
-        super().__init__(f"the engine answered {status}: {detail.message[:200]}")
-        self.status = status
-        self.detail = detail
-        self.retry_after = retry_after
+    def __init__(self, word: EngineWord) -> None:
+        super().__init__(f"the engine answered {word.status}: {word.detail.message[:200]}")
+        self.word = word
+
+
+class Breakage(NamedTuple):
+    """How a request ends whose answer broke off, unless it is continued."""
+
+    outcome: Outcome
+    detail: ErrorDetail
 
 
 class BrokenStream(Exception):
-    """An answer ended early, with part of it sent. `outcome` is how the request ends unless it is continued."""
+    """An answer ended early, with part of it sent."""
 
-    def __init__(self, reason: str, outcome: Outcome, detail: ErrorDetail, *, is_stream: bool) -> None:
+    def __init__(self, reason: str, breakage: Breakage, *, is_stream: bool) -> None:
         super().__init__(reason)
-        self.outcome = outcome
-        self.detail = detail
+        self.breakage = breakage
         self.is_stream = is_stream
 
 
@@ -77,7 +89,7 @@ async def relay(answer: Answer, reply: Reply, connection: ClientConnection, exch
     part = answer.take() or await answer.read()
     if status >= 400:
         body = await _read_up_to(answer, part, ERROR_BODY_BYTES_MAX)
-        raise EngineRefusal(status, read_error(status, body), answer.headers.get(names.RETRY_AFTER))
+        raise EngineRefusal(EngineWord(status, read_error(status, body), answer.headers.get(names.RETRY_AFTER)))
     told = answer.headers.get(names.CHECKPOINT)
     checkpoint = told.decode("latin-1") if told is not None else leg.checkpoint or ""
     if leg.seam is not None and version_of(checkpoint) != version_of(exchange.checkpoint):
@@ -173,7 +185,7 @@ class _StreamRelay:
             self._send(failure.passed)
             detail = failure.detail or _incomplete()
             outcome = Outcome.UPSTREAM_BROKEN if failure.detail is None else Outcome.ENGINE_ERROR
-            raise BrokenStream(str(failure), outcome, detail, is_stream=True) from failure
+            raise BrokenStream(str(failure), Breakage(outcome, detail), is_stream=True) from failure
         except EventTooLongError as error:
             raise broken(BrokenAnswerError(str(error)), is_stream=True) from error
         except UpstreamError as error:
@@ -245,7 +257,7 @@ class _StreamRelay:
 
 def broken(error: UpstreamError, *, is_stream: bool) -> BrokenStream:
     outcome = Outcome.UPSTREAM_TIMEOUT if isinstance(error, UpstreamTimeoutError) else Outcome.UPSTREAM_BROKEN
-    return BrokenStream(str(error), outcome, _incomplete(), is_stream=is_stream)
+    return BrokenStream(str(error), Breakage(outcome, _incomplete()), is_stream=is_stream)
 
 
 def _incomplete() -> ErrorDetail:

@@ -61,15 +61,16 @@ class StoredForwarding:
             verdict = Verdict.GOOD
             return Outcome.COMPLETED
         except EngineRefusal as refusal:
-            verdict = verdict_of(refusal.status)
+            status, detail, _ = refusal.word
+            verdict = verdict_of(status)
             exchange.error = str(refusal)
-            detail = refusal.detail
-            outcome = Outcome.ENGINE_REFUSED if refusal.status < 500 else Outcome.ENGINE_ERROR
-            raise Rejection(refusal.status, detail.message, outcome, code=detail.code, param=detail.param) from refusal
+            outcome = Outcome.ENGINE_REFUSED if status < 500 else Outcome.ENGINE_ERROR
+            raise Rejection(status, detail.message, outcome, code=detail.code, param=detail.param) from refusal
         except BrokenStream as broken:
             verdict = Verdict.BAD
             exchange.error = str(broken)
-            raise Rejection(502, broken.detail.message, broken.outcome, code=broken.detail.code) from broken
+            outcome, detail = broken.breakage
+            raise Rejection(502, detail.message, outcome, code=detail.code) from broken
         except UpstreamError as error:
             exchange.error = str(error)
             if isinstance(error, UpstreamTimeoutError):

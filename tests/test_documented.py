@@ -2,12 +2,15 @@
 
 import re
 from dataclasses import fields
+from enum import StrEnum
 from pathlib import Path
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from router.config import RouterSettings
 from router.edge.metrics import RouterMetrics
+from router.outcome import ContinuationOutcome, Outcome
 from router.state.replicas import ReplicaTable
 from server.metrics import AgentMetrics
 from server.settings import AgentSettings
@@ -73,6 +76,22 @@ def test_every_metric_is_documented_and_no_other() -> None:
     registry = CollectorRegistry()
     AgentMetrics(registry, version="1", preset="sim")
     assert set(first_column(section("metrics.md", "Replica agent"))) == metric_names(registry)
+
+
+@pytest.mark.parametrize(
+    ("metric", "outcomes"),
+    [("intellect_router_requests_total", Outcome), ("intellect_router_continuations_total", ContinuationOutcome)],
+)
+def test_every_outcome_is_documented_and_no_other(metric: str, outcomes: type[StrEnum]) -> None:
+    """Whoever sees a word on a dashboard finds it in the metric's row."""
+    (meaning,) = re.findall(rf"^\| `{metric}` \|(?:[^|]*\|){{2}}([^|]*)\|", section("metrics.md", "Router"), flags=re.MULTILINE)
+    assert set(re.findall(r"`([^`]+)`", meaning)) == set(outcomes)
+
+
+def test_every_reason_against_a_continuation_is_explained() -> None:
+    """A client's developer learns from docs/behavior.md why a broken answer did not go on."""
+    words = set(re.findall(r"`([^`]+)`", section("behavior.md", "Continuation")))
+    assert set(ContinuationOutcome) - {ContinuationOutcome.CONTINUED, ContinuationOutcome.ONLY_THE_END} <= words
 
 
 def test_files_that_the_readme_names_exist() -> None:

@@ -394,7 +394,7 @@ class ClientConnection(asyncio.Protocol):
         elif self.is_clogged and not self.is_stalled and now - self._clogged_since > CLIENT_STALL_S:
             self.is_stalled = True
             if self._task is not None and self._current is not None:
-                self._task.cancel()
+                self._loop.call_soon(self._task.cancel)
 
     def drain(self) -> None:
         """Closes now if idle, else when the running answers are given."""
@@ -404,7 +404,7 @@ class ClientConnection(asyncio.Protocol):
     def cancel(self) -> None:
         """Ends the running request: the time for draining is over."""
         if self._task is not None and self._current is not None:
-            self._task.cancel()
+            self._loop.call_soon(self._task.cancel)  # behind its first step, or it would end without a word
         else:
             self._close()
 

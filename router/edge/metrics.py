@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from protocol.status import SwapOutcome
 from protocol.usage import Usage
-from router.outcome import Outcome
+from router.outcome import ContinuationOutcome, Outcome
 from router.state.replicas import ReplicaTable
 from router.types import Health
 
@@ -102,8 +102,7 @@ class RouterMetrics:
     def retried(self, replica: str) -> None:
         self._retries.labels(replica).inc()
 
-    def continuation(self, outcome: str) -> None:
-        """`outcome` is one of a closed set of words (docs/metrics.md)."""
+    def continuation(self, outcome: ContinuationOutcome) -> None:
         self._continuations.labels(outcome).inc()
 
     def replica_swapped(self, outcome: SwapOutcome) -> None:

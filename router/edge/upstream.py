@@ -175,7 +175,7 @@ class UpstreamPool:
         if connection.is_reusable and not self._closed:
             self._idle.append(connection)
         else:
-            connection.abort()
+            connection.discard()
 
     def sweep(self, *, is_paused: bool) -> None:
         """Ends answers that have been silent for too long and drops expired idle connections. Call about once a second.
@@ -380,6 +380,14 @@ class _Connection(asyncio.Protocol):
             self._error = error
         self.abort()
         self._wake()
+
+    def discard(self) -> None:
+        """Cuts the connection and lets go of the exchange: an error holds its traceback, and so all buffers of the answer."""
+        self._error = None
+        self._patience = _NO_PATIENCE
+        self._chunks.clear()
+        self._is_complete = True
+        self.abort()
 
     def abort(self) -> None:
         if self._transport is not None and not self._transport.is_closing():

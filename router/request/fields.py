@@ -1,19 +1,20 @@
 """What the router reads of a request body, refuses in it and changes in it. Everything else passes through unread."""
 
 import re
-from typing import Any
 
 import msgspec
 from msgspec import UNSET, Raw
 
 from protocol.openai import InvalidRequestError, Surface, decode_body, find_remote_url
+from router.outcome import ContinuationOutcome
+from router.request.continuation_rules import never_continues
+from router.request.raw_fields import RawFields, read_fields
 from router.request.schema import (
     ABSENT,
     DECODERS,
     REFUSED,
     ChatFields,
     CommonFields,
-    CompletionFields,
     EmbeddingsFields,
     GeneratingFields,
     MessagesFields,
@@ -26,6 +27,8 @@ SCHEMA_BYTES_MAX = 64 * 1024
 TOOLS_BYTES_MAX = 1024 * 1024
 REGEX_CHARS_MAX = 4096
 
+_SURFACE = ContinuationOutcome.SURFACE  # to look a member of an enum up takes 0.1 us, which every request would pay
+
 
 class RequestFacts(msgspec.Struct, frozen=True, gc=False):
     """What the router needs to know of a request in order to place it, bill it and continue it."""
@@ -35,7 +38,7 @@ class RequestFacts(msgspec.Struct, frozen=True, gc=False):
     n: int
     strips_usage: bool  # the router asks the engine for usage that the client did not ask for
     prompt_cache_key: str | None  # the client's hint which requests share a prefix
-    never_continues: str | None  # why a broken answer cannot be continued by another replica; None: it can
+    never_continues: ContinuationOutcome | None  # why another replica could not go on with a broken answer; None: it could
     sends_stream_options: bool  # the key stands in the body, be it with null
     sends_request_id: bool
 
@@ -52,7 +55,7 @@ def read_request(surface: Surface, body: bytes) -> RequestFacts:
     _check_urls(fields)
     stream, n, strips_usage, sends_stream_options = False, 1, False, False
     prompt_cache_key: str | None = None
-    never_continues: str | None = "surface"
+    refusal: ContinuationOutcome | None = _SURFACE
     if isinstance(fields, GeneratingFields):
         stream = fields.stream is True
         prompt_cache_key = fields.prompt_cache_key
@@ -63,12 +66,10 @@ def read_request(surface: Surface, body: bytes) -> RequestFacts:
             sends_stream_options = options is not UNSET
             if stream:
                 strips_usage = not (options and options.include_usage)
-                never_continues = _never_continues(fields)
-            else:
-                never_continues = "not a stream"
-                if options:
-                    message = "'stream_options' is only allowed when 'stream' is true; leave it out or set 'stream' to true."
-                    raise InvalidRequestError(message, "stream_options", "invalid_value")
+                refusal = never_continues(fields)
+            elif options:
+                message = "'stream_options' is only allowed when 'stream' is true; leave it out or set 'stream' to true."
+                raise InvalidRequestError(message, "stream_options", "invalid_value")
             if isinstance(fields, ChatFields) and fields.store:
                 raise _unsupported("store")
     return RequestFacts(
@@ -77,7 +78,7 @@ def read_request(surface: Surface, body: bytes) -> RequestFacts:
         n,
         strips_usage,
         prompt_cache_key,
-        never_continues,
+        refusal,
         sends_stream_options,
         fields.request_id is not UNSET,
     )
@@ -110,7 +111,7 @@ def engine_body(
         inside = body.index(b"{") + 1
         inserted = [b'"%b":%b,' % (name.encode(), value) for name, value in changes.items()]
         return b"".join([body[:inside], *inserted, memoryview(body)[inside:]])
-    fields = msgspec.json.decode(body, type=dict[str, Raw])
+    fields = read_fields(body)
     if facts.strips_usage and facts.sends_stream_options:
         changes["stream_options"] = _with_usage(fields["stream_options"])
     fields.update((name, Raw(value)) for name, value in changes.items())
@@ -118,7 +119,7 @@ def engine_body(
 
 
 def _with_usage(stream_options: Raw) -> bytes:
-    options = msgspec.json.decode(stream_options, type=dict[str, Raw] | None) or {}
+    options = msgspec.json.decode(stream_options, type=RawFields | None) or {}
     options["include_usage"] = Raw(b"true")
     if "continuous_usage_stats" in options:
         # Without include_usage it has no effect; now it would put usage into every chunk.
@@ -136,13 +137,6 @@ def _refusal(error: InvalidRequestError) -> InvalidRequestError:
 
 def _unsupported(field: str) -> InvalidRequestError:
     return InvalidRequestError(f"Unsupported parameter: '{field}'. {REFUSED[field]}", field, "unsupported_parameter")
-
-
-_NOTHING = (b"null", b"{}", b"[]")
-
-
-def _is_given(raw: Raw) -> bool:
-    return raw is not ABSENT and bytes(memoryview(raw)[:5]) not in _NOTHING
 
 
 class _StructuredOutputs(msgspec.Struct, gc=False):
@@ -227,64 +221,3 @@ def _check_content(path: str, raw: Raw) -> None:
         param, url = found
         message = f"Unsupported URL in '{param}' ({url}): nothing is fetched; send the content itself as a data: URL."
         raise InvalidRequestError(message, param, "unsupported_parameter")
-
-
-def _never_continues(fields: OpenAIFields) -> str | None:
-    """Why another replica could not go on where an answer broke off, judged by the request alone."""
-    if (fields.n or 1) > 1 or (fields.best_of or 1) > 1 or fields.use_beam_search:
-        return "n"
-    if fields.prompt_logprobs is not None or _is_given(fields.logprob_token_ids):
-        return "logprobs"
-    if fields.seed is not None:
-        return "seed"
-    if fields.presence_penalty or fields.frequency_penalty or (fields.repetition_penalty or 1.0) != 1.0:
-        return "penalties"
-    if _is_given(fields.logit_bias):
-        return "logit_bias"
-    if _is_given(fields.tools):
-        return "tools"
-    if _is_given(fields.structured_outputs) or (fields.response_format is not ABSENT and _constrains(fields.response_format)):
-        return "structured_output"
-    if fields.echo:
-        return "echo"
-    if fields.min_tokens:
-        return "min_tokens"
-    if fields.bad_words:
-        return "bad_words"
-    if _is_given(fields.repetition_detection):
-        return "repetition_detection"
-    if fields.truncate_prompt_tokens is not None:
-        return "truncate_prompt_tokens"
-    if isinstance(fields, ChatFields):
-        if fields.logprobs:
-            return "logprobs"
-        # The prefix would have to join a message that the client began, or follow a prompt that opens no answer.
-        if fields.continue_final_message or fields.add_generation_prompt is False:
-            return "continue_final_message"
-    elif isinstance(fields, CompletionFields):
-        if fields.logprobs is not None:
-            return "logprobs"
-        if not _takes_suffix(fields):
-            return "prompt"
-    return None
-
-
-class _ResponseFormat(msgspec.Struct, gc=False):
-    type: Any = None
-
-
-def _constrains(response_format: Raw) -> bool:
-    try:
-        chosen = msgspec.json.decode(response_format, type=_ResponseFormat | None)
-    except msgspec.DecodeError:
-        return True
-    return chosen is not None and chosen.type != "text"
-
-
-_TOKEN_IDS = re.compile(rb"\[\s*\d")
-
-
-def _takes_suffix(fields: CompletionFields) -> bool:
-    """Text can be appended to one text, token ids to one list of token ids; several prompts have several answers."""
-    prompt = bytes(fields.prompt)
-    return prompt.startswith(b'"') or (fields.return_token_ids is True and _TOKEN_IDS.match(prompt) is not None)

@@ -122,11 +122,13 @@ class ChatFields(OpenAIFields, gc=False):
     store: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
 
 
 class CompletionFields(OpenAIFields, gc=False):
     logprobs: int | None = None
     prompt: Raw = ABSENT
+    suffix: str | None = None
     return_token_ids: bool | None = None
 
 

@@ -1,7 +1,7 @@
 """The request with which another replica goes on with an answer that broke off.
 
 What was sent becomes part of the prompt: as token ids where the client gets token ids (completions only; vLLM's chat takes
-none), else as text. Bodies are those that the first engine got, and valid.
+none), else as text. Bodies are those that the first engine got, of requests that `continuation_rules.py` lets pass.
 """
 
 from typing import Any
@@ -9,21 +9,9 @@ from typing import Any
 import msgspec
 
 from protocol.openai import Surface
-from router.request.raw_fields import RawFields, raw, read_fields, value
-from router.stream.continuable import (
-    NotContinuable,
-    Reason,
-    check_fields,
-    check_prompt_form,
-    check_sent,
-    continues_message,
-    extended_message,
-    has_one_choice,
-    last_message,
-    needs_ids,
-    prompt_ids,
-    prompt_text,
-)
+from router.outcome import ContinuationOutcome
+from router.request.raw_fields import RawFields, raw, read_fields, spelling, value
+from router.stream.continuable import NotContinuable, check_sent, needs_ids
 from router.stream.memory import Sent
 
 _COMPLETION_MAX_TOKENS = 16  # vLLM's and OpenAI's default for completions; chat has none
@@ -55,12 +43,10 @@ def continued_request(surface: Surface, body: bytes, sent: Sent, *, tokens_sent:
         NotContinuable: going on could change the answer, or the answer's text would not fit together.
         ValueError: the answer is finished; `is_finished` must be asked first.
     """
-    fields = read_fields(body)
     if sent.is_empty:
-        if sent.id and not has_one_choice(body):
-            raise NotContinuable(Reason.SEVERAL_CHOICES)
         return body
-    _check(surface, fields, sent)
+    fields = read_fields(body)
+    check_sent(surface, fields, sent)
     if sent.finish_reason is not None or sent.is_done:
         raise ValueError("the answer is finished: there is nothing to continue")
     if surface is Surface.CHAT:
@@ -84,11 +70,11 @@ def token_count_requests(surface: Surface, body: bytes, sent: Sent) -> tuple[byt
         return None
     fields = read_fields(body)
     if sent.finish_reason is None:
-        _check(surface, fields, sent)
+        check_sent(surface, fields, sent)
     elif not _is_countable(surface, fields, sent):
         return None
     if surface is Surface.COMPLETIONS:
-        prompt = prompt_text(fields)
+        prompt = _only_prompt(fields)
         first = _some(fields, _COMPLETION_PROMPT_FIELDS) | {"prompt": raw(prompt)}
         return msgspec.json.encode(first), msgspec.json.encode(first | {"prompt": raw(prompt + sent.text)})
     first = _some(fields, _CHAT_PROMPT_FIELDS)
@@ -99,31 +85,18 @@ def token_count_requests(surface: Surface, body: bytes, sent: Sent) -> tuple[byt
     return msgspec.json.encode(first), msgspec.json.encode(second)
 
 
-def token_limit(surface: Surface, body: bytes) -> int | None:
-    """The most tokens that the answer to `body` may have; None: only the context limits it."""
-    fields = read_fields(body)
+def token_limit(surface: Surface, fields: RawFields) -> int | None:
+    """The most tokens that an answer may have; None: only the context limits it."""
     for name in _limit_names(surface):
         if (limit := _limit(fields, name)) is not None:
             return limit
     return _COMPLETION_MAX_TOKENS if surface is Surface.COMPLETIONS else None
 
 
-def _check(surface: Surface, fields: RawFields, sent: Sent) -> None:
-    if not sent.is_readable:
-        raise NotContinuable(Reason.UNREADABLE)
-    check_fields(surface, fields)
-    check_sent(surface, fields, sent)
-
-
 def _is_countable(surface: Surface, fields: RawFields, sent: Sent) -> bool:
-    """Whether the text is all that was generated, and the prompt one to which it can be appended."""
-    if sent.has_reasoning or sent.has_tool_calls or not sent.is_readable:
-        return False
-    try:
-        check_prompt_form(surface, fields)
-    except NotContinuable:
-        return False
-    return surface is Surface.CHAT or not needs_ids(fields)
+    """Whether the text is all that was generated, and can be counted behind its prompt."""
+    has_more = sent.has_reasoning or sent.has_tool_calls or not sent.is_readable
+    return not has_more and (surface is Surface.CHAT or not needs_ids(fields))
 
 
 def _some(fields: RawFields, names: tuple[str, ...]) -> RawFields:
@@ -132,13 +105,22 @@ def _some(fields: RawFields, names: tuple[str, ...]) -> RawFields:
 
 def _continue_messages(fields: RawFields, text: str) -> None:
     messages = msgspec.json.decode(fields["messages"], type=list[msgspec.Raw])
-    if continues_message(fields):
-        messages[-1] = raw(extended_message(last_message(fields), text))
+    if spelling(fields, "continue_final_message") == b"true":
+        messages[-1] = raw(_extended_message(msgspec.json.decode(messages[-1]), text))
     else:
         messages.append(raw({"role": "assistant", "content": text}))
     fields["messages"] = raw(messages)
     fields["add_generation_prompt"] = msgspec.Raw(b"false")
     fields["continue_final_message"] = msgspec.Raw(b"true")
+
+
+def _extended_message(message: dict[str, Any], text: str) -> dict[str, Any]:
+    """A message that the client had continued, with what was added since."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + text}
+    *parts, part = content
+    return {**message, "content": [*parts, {**part, "text": part["text"] + text}]}
 
 
 def _template_values(fields: RawFields) -> dict[str, Any]:
@@ -153,18 +135,27 @@ def _template_values(fields: RawFields) -> dict[str, Any]:
     return values
 
 
-def _continued_prompt(fields: RawFields, sent: Sent) -> msgspec.Raw:
-    continued: str | list[int]
-    if needs_ids(fields):
-        ids = prompt_ids(fields) or sent.prompt_token_ids
-        if ids is None or sent.token_ids is None:
-            raise NotContinuable(Reason.TOKEN_IDS)
-        continued = [*ids, *sent.token_ids]
-    else:
-        continued = prompt_text(fields) + sent.text
-    # A prompt in a list stays in one.
+def _is_listed(prompt: Any) -> bool:
+    """Whether the one prompt of a completion stands in a list."""
+    return isinstance(prompt, list) and not isinstance(prompt[0], int)
+
+
+def _only_prompt(fields: RawFields) -> Any:
+    """Text, or where the answer shows token ids, text or token ids."""
     prompt = value(fields, "prompt")
-    return raw([continued] if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else continued)
+    return prompt[0] if _is_listed(prompt) else prompt
+
+
+def _continued_prompt(fields: RawFields, sent: Sent) -> msgspec.Raw:
+    prompt = _only_prompt(fields)
+    if needs_ids(fields):
+        ids = sent.prompt_token_ids if isinstance(prompt, str) else prompt
+        if ids is None or sent.token_ids is None:
+            raise NotContinuable(ContinuationOutcome.TOKEN_IDS)
+        prompt = [*ids, *sent.token_ids]
+    else:
+        prompt += sent.text
+    return raw([prompt] if _is_listed(value(fields, "prompt")) else prompt)
 
 
 def _limit_names(surface: Surface) -> tuple[str, ...]:

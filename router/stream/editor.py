@@ -16,6 +16,7 @@ from protocol.errors import ErrorDetail, read_error
 from protocol.openai import Surface
 from protocol.sse import DONE, data_of, event, split
 from protocol.usage import Usage, UsageField
+from router.request.raw_fields import UNREADABLE
 
 _GAVE_UP = frozenset({"abort", "error"})
 # By which a stream of the other surfaces ends whole, and where it says what was used or that it failed.
@@ -71,7 +72,6 @@ class _WholeAnswer(msgspec.Struct, frozen=True):
 _CHUNKS = msgspec.json.Decoder(_Chunk)
 _NAMED_DATA = msgspec.json.Decoder(_Named)
 _WHOLE = msgspec.json.Decoder(_WholeAnswer)
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class ChatEditor:
@@ -131,7 +131,7 @@ class ChatEditor:
             return one
         try:
             chunk = _CHUNKS.decode(data)
-        except _UNREADABLE:
+        except UNREADABLE:
             data = _with_real_numbers(data)
             if data is None:
                 return one
@@ -193,7 +193,7 @@ class NamedEditor:
             raise StreamFailure(read_error(500, data), b"".join(passed))
         try:
             said = _NAMED_DATA.decode(data)
-        except _UNREADABLE:
+        except UNREADABLE:
             said = _Named()
         part = said.message or said.response
         if name == b"message_delta" and said.delta is not None and said.delta.stop_reason is None:
@@ -220,7 +220,7 @@ def check_whole(body: bytes) -> tuple[bytes, Usage | None]:
     """A whole JSON answer as the client gets it, and its usage. Raises UnusableAnswer if it is not JSON or was given up."""
     try:
         answer = _WHOLE.decode(body)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         mended = _with_real_numbers(body)
         if mended is None:
             raise UnusableAnswer(f"the engine's answer is not the JSON expected: {error}") from error

@@ -5,12 +5,13 @@ the client asked for them, `prompt_token_ids` once, `usage` in the last chunk or
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from protocol.sse import data_of, split
 from router.request.raw_fields import UNREADABLE
 
 # Events are kept as they were sent up to this many bytes; then they are read, and only what they said is kept.
@@ -167,7 +168,10 @@ class StreamMemory:
     def _read_one_by_one(self, data: bytes) -> list[_Chunk]:
         """Events among which are comments, the end mark, other line ends, or what is no event at all."""
         chunks = []
-        for payload in event_payloads(data):
+        for one in split(data):
+            payload = data_of(one)
+            if not payload:
+                continue
             if payload == _DONE_DATA:
                 self._is_done = True
                 continue
@@ -212,11 +216,3 @@ class StreamMemory:
         if texts:
             self._texts.append("".join(texts))
             self._chunks += len(texts)
-
-
-def event_payloads(data: bytes) -> Iterator[bytes]:
-    """The data of each server-sent event in `data`, which is whole events; comments have none."""
-    for event in data.replace(b"\r\n", b"\n").split(b"\n\n"):
-        lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
-        if lines:
-            yield b"\n".join(lines)

@@ -6,9 +6,10 @@ from typing import Any
 import msgspec
 
 from protocol.openai import Surface
-from protocol.sse import DONE, event
+from protocol.sse import DONE, data_of, event, split
+from router.outcome import ContinuationOutcome
 from router.request.raw_fields import UNREADABLE, RawFields, raw, read_fields, value
-from router.stream.continuable import NotContinuable, Reason, has_one_choice
+from router.stream.continuable import NotContinuable
 from router.stream.continuation import token_limit
 from router.stream.memory import Sent
 
@@ -39,15 +40,14 @@ class SeamRewriter:
         Raises:
             NotContinuable: the replica reasons anew, after text was sent.
         """
-        events = block.replace(b"\r\n", b"\n").split(b"\n\n")
-        return b"".join([self._rewrite(event) for event in events if event])
+        return b"".join([self._rewrite(one) for one in split(block)])
 
-    def _rewrite(self, data: bytes) -> bytes:
-        payload = data.removeprefix(b"data:")
-        if not data.startswith(b"data:") or (fields := _chunk_fields(payload)) is None:
-            return data + b"\n\n"
+    def _rewrite(self, one: bytes) -> bytes:
+        payload = data_of(one)
+        if payload is None or (fields := _chunk_fields(payload)) is None:
+            return one
         if self._sent.text and _REASONING.search(payload):
-            raise NotContinuable(Reason.REASONING)
+            raise NotContinuable(ContinuationOutcome.REASONING)
         if (self._sent.has_role and _ROLE in payload) or (self._sent.prompt_token_ids is not None and _PROMPT_IDS in payload):
             if _is_role_only(fields):
                 return b""
@@ -72,16 +72,17 @@ def is_finished(body: bytes, sent: Sent, tokens_sent: int | None, *, prompt_toke
     """
     if sent.is_done:
         return b""
-    if not sent.is_readable or not has_one_choice(body):
+    if not sent.is_readable:
         return None
-    surface = Surface.CHAT if "messages" in read_fields(body) else Surface.COMPLETIONS
+    fields = read_fields(body)
+    surface = Surface.CHAT if "messages" in fields else Surface.COMPLETIONS
     events = []
     if sent.finish_reason is None:
-        limit = token_limit(surface, body)
+        limit = token_limit(surface, fields)
         if sent.is_empty or limit is None or tokens_sent is None or tokens_sent < limit:
             return None
         events.append(_finish_chunk(surface, sent))
-    if not sent.has_usage_chunk and _asks_usage(body) and (usage := _usage(sent, tokens_sent, prompt_tokens)) is not None:
+    if not sent.has_usage_chunk and _asks_usage(fields) and (usage := _usage(sent, tokens_sent, prompt_tokens)) is not None:
         events.append(event(msgspec.json.encode({**_head(surface, sent), "choices": [], "usage": usage})))
     return b"".join([*events, DONE])
 
@@ -128,8 +129,8 @@ def _moved_usage(usage: dict[str, Any], tokens: int) -> dict[str, Any]:
     return usage
 
 
-def _asks_usage(body: bytes) -> bool:
-    options = value(read_fields(body), "stream_options")
+def _asks_usage(fields: RawFields) -> bool:
+    options = value(fields, "stream_options")
     return options is not None and options.get("include_usage") is True
 
 

@@ -32,6 +32,12 @@ SAFE: Mapping[str, Mapping[str, Any]] = {
     "a stop that is nowhere near": {**STREAM, "stop": ["#"]},
     "response_format text": {**STREAM, "response_format": {"type": "text"}},
     "penalties of nothing": {**STREAM, "presence_penalty": 0, "frequency_penalty": 0.0},
+    "a message that the client began": {
+        **STREAM,
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Sure:"}],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    },
     "a long conversation": {
         **STREAM,
         "messages": [

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.openai import InvalidRequestError, Surface
+from router.outcome import ContinuationOutcome as Outcome
 from router.request.fields import (
     REGEX_CHARS_MAX,
     SCHEMA_BYTES_MAX,
@@ -236,64 +237,87 @@ def test_a_number_that_no_engine_could_hold_is_refused_beside_media() -> None:
     ("fields", "reason"),
     [
         ({}, None),
-        ({"stream": False}, "not a stream"),
+        ({"stream": False}, Outcome.SURFACE),
         ({"n": 1, "best_of": 1, "echo": False, "min_tokens": 0, "bad_words": []}, None),
-        ({"n": 2}, "n"),
-        ({"best_of": 2}, "n"),
-        ({"use_beam_search": True}, "n"),
+        ({"n": 2}, Outcome.SEVERAL_CHOICES),
+        ({"best_of": 2}, Outcome.SEVERAL_CHOICES),
+        ({"use_beam_search": True}, Outcome.SEVERAL_CHOICES),
         ({"logprobs": None, "prompt_logprobs": None}, None),
-        ({"prompt_logprobs": 0}, "logprobs"),
-        ({"logprob_token_ids": [1]}, "logprobs"),
-        ({"seed": 0}, "seed"),
+        ({"prompt_logprobs": 0}, Outcome.LOGPROBS),
+        ({"logprob_token_ids": [1]}, Outcome.LOGPROBS),
+        ({"seed": None}, None),
+        ({"seed": 0}, Outcome.SEED),
         ({"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1}, None),
-        ({"presence_penalty": 0.1}, "penalties"),
-        ({"frequency_penalty": -1}, "penalties"),
-        ({"repetition_penalty": 1.1}, "penalties"),
-        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"presence_penalty": 0.1}, Outcome.PENALTIES),
+        ({"frequency_penalty": -1}, Outcome.PENALTIES),
+        ({"repetition_penalty": 1.1}, Outcome.PENALTIES),
+        ({"bad_words": ["a"]}, Outcome.PENALTIES),
+        ({"repetition_detection": {"max_pattern_size": 3}}, Outcome.PENALTIES),
+        ({"logit_bias": {"1": 2}}, Outcome.LOGIT_BIAS),
         ({"logit_bias": {}, "tools": None, "structured_outputs": None, "response_format": None}, None),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": []}, None),
+        ({"tools": [{"type": "function"}]}, Outcome.TOOLS),
         ({"response_format": {"type": "text"}}, None),
-        ({"response_format": {"type": "json_object"}}, "structured_output"),
-        ({"response_format": "json"}, "structured_output"),
-        ({"structured_outputs": {"regex": "a+"}}, "structured_output"),
-        ({"echo": True}, "echo"),
-        ({"min_tokens": 1}, "min_tokens"),
-        ({"bad_words": ["a"]}, "bad_words"),
-        ({"repetition_detection": {"max_pattern_size": 3}}, "repetition_detection"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"response_format": {"type": "json_object"}}, Outcome.GRAMMAR),
+        ({"response_format": "json"}, Outcome.GRAMMAR),
+        ({"structured_outputs": {"regex": "a+"}}, Outcome.GRAMMAR),
+        ({"echo": True}, Outcome.ECHO),
+        ({"min_tokens": 1}, Outcome.MIN_TOKENS),
+        ({"truncate_prompt_tokens": 5}, Outcome.PROMPT_FORM),
         ({"temperature": 0.3, "top_p": 0.9, "top_k": 5, "max_tokens": 9, "stop": ["x"], "ignore_eos": True}, None),
     ],
 )
 @pytest.mark.parametrize("surface", OPENAI)
-def test_what_could_not_be_continued_is_known_beforehand(surface: Surface, fields: dict[str, Any], reason: str | None) -> None:
+def test_what_could_not_be_continued_is_known_beforehand(
+    surface: Surface, fields: dict[str, Any], reason: Outcome | None
+) -> None:
     """An answer is only ever continued where the rest is what the first replica would have written."""
-    assert read(surface, **{"stream": True, "prompt": "p", **fields}).never_continues == reason
+    assert read(surface, **{"stream": True, "prompt": "p", **fields}).never_continues is reason
+
+
+NO_PROMPTS: list[Any] = [None, [], [[]], {}, 3, [["p"]], [None]]
+
+
+def begun(content: Any) -> dict[str, Any]:
+    """A chat whose last message the engine is told to go on with."""
+    return {"continue_final_message": True, "add_generation_prompt": False, "messages": [{"content": content}]}
 
 
 @pytest.mark.parametrize(
     ("surface", "fields", "reason"),
     [
-        (Surface.CHAT, {"logprobs": False}, None),
-        (Surface.CHAT, {"logprobs": True}, "logprobs"),
-        (Surface.CHAT, {"continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),
-        (Surface.CHAT, {"add_generation_prompt": False}, "continue_final_message"),
-        (Surface.CHAT, {"add_generation_prompt": True}, None),
-        (Surface.COMPLETIONS, {"prompt": "p", "logprobs": 0}, "logprobs"),
-        (Surface.COMPLETIONS, {"prompt": ["p", "q"]}, "prompt"),
-        (Surface.COMPLETIONS, {"prompt": [1, 2]}, "prompt"),
-        (Surface.COMPLETIONS, {"prompt": [1, 2], "return_token_ids": True}, None),
-        (Surface.COMPLETIONS, {"prompt": [[1, 2]], "return_token_ids": True}, "prompt"),
+        (Surface.CHAT, {"logprobs": False, "include_reasoning": True}, None),
+        (Surface.CHAT, {"logprobs": True}, Outcome.LOGPROBS),
+        (Surface.CHAT, {"include_reasoning": False}, Outcome.REASONING),
+        (Surface.CHAT, {"add_generation_prompt": True, "continue_final_message": False}, None),
+        (Surface.CHAT, {"add_generation_prompt": False}, Outcome.PROMPT_FORM),
+        (Surface.CHAT, begun("Sure: "), None),
+        (Surface.CHAT, begun([{"type": "image_url"}, {"type": "text", "text": "Sure: "}]), None),
+        (Surface.CHAT, {**begun("Sure: "), "add_generation_prompt": None}, Outcome.PROMPT_FORM),
+        (Surface.CHAT, {**begun("Sure: "), "messages": []}, Outcome.PROMPT_FORM),
+        *((Surface.CHAT, begun(content), Outcome.PROMPT_FORM) for content in (None, 3, [], ["a"], [{"type": "image_url"}])),
+        (Surface.CHAT, begun([{"type": "text", "text": 3}]), Outcome.PROMPT_FORM),
+        (Surface.COMPLETIONS, {"prompt": "p", "logprobs": 0}, Outcome.LOGPROBS),
+        (Surface.COMPLETIONS, {"prompt": "p", "suffix": "s"}, Outcome.PROMPT_FORM),
+        (Surface.COMPLETIONS, {"prompt": ["p"]}, None),
         (Surface.COMPLETIONS, {"prompt": "p", "return_token_ids": True}, None),
-        (Surface.COMPLETIONS, {}, "prompt"),
-        (Surface.RESPONSES, {}, "surface"),
-        (Surface.MESSAGES, {}, "surface"),
+        (Surface.COMPLETIONS, {"prompt": ["p", "q"]}, Outcome.SEVERAL_CHOICES),
+        (Surface.COMPLETIONS, {"prompt": [[1], [2]], "return_token_ids": True}, Outcome.SEVERAL_CHOICES),
+        (Surface.COMPLETIONS, {"prompt": [1, 2]}, Outcome.TOKEN_IDS),
+        (Surface.COMPLETIONS, {"prompt": [[1, 2]], "return_token_ids": False}, Outcome.TOKEN_IDS),
+        (Surface.COMPLETIONS, {"prompt": [1, 2], "return_token_ids": True}, None),
+        (Surface.COMPLETIONS, {"prompt": [[1, 2]], "return_token_ids": True}, None),
+        *((Surface.COMPLETIONS, {"prompt": prompt}, Outcome.PROMPT_FORM) for prompt in NO_PROMPTS),
+        (Surface.COMPLETIONS, {}, Outcome.PROMPT_FORM),
+        (Surface.RESPONSES, {}, Outcome.SURFACE),
+        (Surface.MESSAGES, {}, Outcome.SURFACE),
     ],
 )
 def test_what_could_not_be_continued_depends_on_the_surface(
-    surface: Surface, fields: dict[str, Any], reason: str | None
+    surface: Surface, fields: dict[str, Any], reason: Outcome | None
 ) -> None:
     """Text is appended to a text and token ids to token ids; other surfaces and several prompts have no such prefix."""
-    assert read(surface, stream=True, **fields).never_continues == reason
+    assert read(surface, stream=True, **fields).never_continues is reason
 
 
 def test_the_facts_are_those_of_the_request() -> None:

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.openai import Surface
-from router.stream.continuable import NotContinuable, Reason, check_request
+from router.outcome import ContinuationOutcome
+from router.request.fields import read_request
+from router.stream.continuable import NotContinuable
 from router.stream.continuation import continued_request, token_count_requests
 from router.stream.memory import Sent
 
@@ -24,6 +26,8 @@ def encode(body: object) -> bytes:
 
 
 def continued(surface: Surface, body: dict[str, Any], sent: Sent = SENT, tokens_sent: int = 3) -> dict[str, Any]:
+    """The fields of the next request, after one that could be continued."""
+    assert read_request(surface, encode(body)).never_continues is None
     request: dict[str, Any] = msgspec.json.decode(continued_request(surface, encode(body), sent, tokens_sent=tokens_sent))
     return request
 
@@ -62,7 +66,7 @@ def test_a_message_that_the_client_began_gets_longer(content: object, expected: 
         (["Once"], WITH_IDS, {"return_token_ids": True}, [[1, 2, 7, 8, 9]]),
         ([5, 6], WITH_IDS, {"return_token_ids": True}, [5, 6, 7, 8, 9]),
         ([[5, 6]], WITH_IDS, {"return_token_ids": True}, [[5, 6, 7, 8, 9]]),
-        ([5, 6], replace(WITH_IDS, prompt_token_ids=None), {}, [5, 6, 7, 8, 9]),
+        ([5, 6], replace(WITH_IDS, prompt_token_ids=None), {"return_token_ids": True}, [5, 6, 7, 8, 9]),
     ],
 )
 def test_a_completion_goes_on_from_text_or_token_ids(
@@ -107,100 +111,23 @@ def test_an_answer_of_which_nothing_was_sent_begins_anew(sent: Sent) -> None:
     assert continued_request(Surface.CHAT, body, sent, tokens_sent=0) == body
 
 
-def test_roles_of_several_choices_are_not_sent_twice() -> None:
-    """With n = 2 nobody knows which choices have their role already; before any event the request is simply repeated."""
-    body = encode({**CHAT, "n": 2})
-    assert continued_request(Surface.CHAT, body, Sent(), tokens_sent=0) == body
-    with pytest.raises(NotContinuable) as refusal:
-        continued_request(Surface.CHAT, body, Sent(id="a", has_role=True), tokens_sent=0)
-    assert refusal.value.reason is Reason.SEVERAL_CHOICES
-
-
-REFUSED_OF_BOTH = [
-    ({"n": 2}, Reason.SEVERAL_CHOICES),
-    ({"best_of": 2}, Reason.SEVERAL_CHOICES),
-    ({"prompt_logprobs": 0}, Reason.LOGPROBS),
-    ({"seed": 0}, Reason.SEED),
-    ({"frequency_penalty": 0.1}, Reason.PENALTIES),
-    ({"presence_penalty": -1}, Reason.PENALTIES),
-    ({"repetition_penalty": 1.1}, Reason.PENALTIES),
-    ({"bad_words": ["x"]}, Reason.PENALTIES),
-    ({"logit_bias": {"1": 2}}, Reason.LOGIT_BIAS),
-    ({"response_format": {"type": "json_object"}}, Reason.GRAMMAR),
-    ({"structured_outputs": {"regex": "a"}}, Reason.GRAMMAR),
-    ({"echo": True}, Reason.ECHO),
-    ({"min_tokens": 5}, Reason.MIN_TOKENS),
-    ({"truncate_prompt_tokens": 5}, Reason.PROMPT_FORM),
-]
-REFUSED_OF_CHAT = [
-    ({"logprobs": True}, Reason.LOGPROBS),
-    ({"tools": [{"type": "function"}]}, Reason.TOOLS),
-    ({"include_reasoning": False}, Reason.REASONING),
-    ({"add_generation_prompt": False}, Reason.PROMPT_FORM),
-    ({"continue_final_message": True, "add_generation_prompt": False, "messages": []}, Reason.PROMPT_FORM),
-    (
-        {"continue_final_message": True, "add_generation_prompt": False, "messages": [{"role": "assistant", "content": None}]},
-        Reason.PROMPT_FORM,
-    ),
-]
-REFUSED_OF_COMPLETIONS = [
-    ({"logprobs": 0}, Reason.LOGPROBS),
-    ({"prompt": ["a", "b"]}, Reason.SEVERAL_CHOICES),
-    ({"prompt": [[1], [2]]}, Reason.SEVERAL_CHOICES),
-    ({"prompt": None, "prompt_embeds": "x"}, Reason.PROMPT_FORM),
-    ({"suffix": "x"}, Reason.PROMPT_FORM),
-]
-
-
-@pytest.mark.parametrize(
-    ("surface", "fields", "reason"),
-    [(Surface.CHAT, *case) for case in REFUSED_OF_BOTH + REFUSED_OF_CHAT]
-    + [(Surface.COMPLETIONS, *case) for case in REFUSED_OF_BOTH + REFUSED_OF_COMPLETIONS],
-)
-def test_requests_whose_answers_depend_on_where_they_began(surface: Surface, fields: dict[str, Any], reason: Reason) -> None:
-    """Each is refused by its own word, before anything is sent and after, and no token is counted for it."""
-    body = encode({**(CHAT if surface is Surface.CHAT else COMPLETION), **fields})
-    with pytest.raises(NotContinuable) as at_first:
-        check_request(surface, body)
-    with pytest.raises(NotContinuable) as later:
-        continued_request(surface, body, SENT, tokens_sent=3)
-    with pytest.raises(NotContinuable) as counting:
-        token_count_requests(surface, body, SENT)
-    assert at_first.value.reason is later.value.reason is counting.value.reason is reason
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"n": 1, "seed": None, "frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None},
-        {"response_format": {"type": "text"}, "min_tokens": 0, "echo": False, "bad_words": [], "stop": []},
-        {"temperature": 1.3, "top_p": 0.4, "top_k": 5, "stop_token_ids": [3], "ignore_eos": True, "user": "u"},
-    ],
-)
-def test_fields_that_say_the_default_refuse_nothing(fields: dict[str, Any]) -> None:
-    """A client that spells defaults out is continued like one that does not."""
-    for surface, body in ((Surface.CHAT, CHAT), (Surface.COMPLETIONS, COMPLETION)):
-        check_request(surface, encode({**body, **fields}))
-        assert continued(surface, {**body, **fields}).items() >= fields.items()
-
-
 @pytest.mark.parametrize(
     ("fields", "sent", "reason"),
     [
-        ({}, replace(SENT, has_reasoning=True), Reason.REASONING),
-        ({}, replace(SENT, text="<think>\nSo"), Reason.REASONING),
-        ({}, replace(SENT, has_tool_calls=True), Reason.TOOLS),
-        ({}, replace(SENT, is_readable=False), Reason.UNREADABLE),
-        ({}, replace(SENT, text="Well, "), Reason.TRAILING_SPACE),
-        ({}, replace(SENT, text="Well.\n\n"), Reason.TRAILING_SPACE),
-        ({"stop": "item"}, SENT, Reason.HALF_STOP),
-        ({"stop": ["x", ", it!"]}, SENT, Reason.HALF_STOP),
-        ({"return_token_ids": True}, SENT, Reason.TOKEN_IDS),
-        ({"return_token_ids": True}, replace(WITH_IDS, has_textless_tokens=True), Reason.TOKEN_IDS),
-        ({"return_token_ids": True, "stop": "zz"}, WITH_IDS, Reason.TOKEN_IDS),
+        ({}, replace(SENT, has_reasoning=True), ContinuationOutcome.REASONING),
+        ({}, replace(SENT, text="<think>\nSo"), ContinuationOutcome.REASONING),
+        ({}, replace(SENT, has_tool_calls=True), ContinuationOutcome.TOOLS),
+        ({}, replace(SENT, is_readable=False), ContinuationOutcome.UNREADABLE),
+        ({}, replace(SENT, text="Well, "), ContinuationOutcome.TRAILING_SPACE),
+        ({}, replace(SENT, text="Well.\n\n"), ContinuationOutcome.TRAILING_SPACE),
+        ({"stop": "item"}, SENT, ContinuationOutcome.HALF_STOP),
+        ({"stop": ["x", ", it!"]}, SENT, ContinuationOutcome.HALF_STOP),
+        ({"return_token_ids": True}, SENT, ContinuationOutcome.TOKEN_IDS),
+        ({"return_token_ids": True}, replace(WITH_IDS, has_textless_tokens=True), ContinuationOutcome.TOKEN_IDS),
+        ({"return_token_ids": True, "stop": "zz"}, WITH_IDS, ContinuationOutcome.TOKEN_IDS),
     ],
 )
-def test_what_was_sent_can_forbid_going_on(fields: dict[str, Any], sent: Sent, reason: Reason) -> None:
+def test_what_was_sent_can_forbid_going_on(fields: dict[str, Any], sent: Sent, reason: ContinuationOutcome) -> None:
     """Reasoning, tool calls, half a stop string, and ids that do not match the text are refused by their own word."""
     with pytest.raises(NotContinuable) as refusal:
         continued(Surface.CHAT, {**CHAT, **fields}, sent)
@@ -211,14 +138,53 @@ def test_what_was_sent_can_forbid_going_on(fields: dict[str, Any], sent: Sent, r
     ("fields", "sent"),
     [
         ({"prompt": [5, 6]}, SENT),
-        ({"return_token_ids": True}, replace(WITH_IDS, prompt_token_ids=None)),
+        ({}, replace(WITH_IDS, prompt_token_ids=None)),
     ],
 )
 def test_a_completion_without_all_token_ids(fields: dict[str, Any], sent: Sent) -> None:
     """Where token ids are needed and not all known, no text stands in for them."""
     with pytest.raises(NotContinuable) as refusal:
-        continued(Surface.COMPLETIONS, {**COMPLETION, **fields}, sent)
-    assert refusal.value.reason is Reason.TOKEN_IDS
+        continued(Surface.COMPLETIONS, {**COMPLETION, "return_token_ids": True, **fields}, sent)
+    assert refusal.value.reason is ContinuationOutcome.TOKEN_IDS
+
+
+def test_no_token_of_an_answer_that_cannot_go_on_is_counted() -> None:
+    """The engine is asked nothing for an answer that ends here."""
+    with pytest.raises(NotContinuable) as refusal:
+        token_count_requests(Surface.CHAT, encode(CHAT), replace(SENT, has_reasoning=True))
+    assert refusal.value.reason is ContinuationOutcome.REASONING
+
+
+texts = st.text(max_size=4)
+token_ids = st.lists(st.integers(0, 9), max_size=3)
+parts = st.fixed_dictionaries({}, optional={"type": st.just("text"), "text": texts | st.none()})
+prompts = st.one_of(texts, token_ids, st.lists(texts | token_ids | st.none(), max_size=2), st.none())
+contents = st.one_of(texts, st.lists(parts | texts, max_size=2), st.none())
+flags = st.sampled_from([None, False, True])
+completions = st.builds(
+    lambda prompt, shows_ids: {**COMPLETION, "prompt": prompt, "return_token_ids": shows_ids}, prompts, flags
+)
+chats = st.builds(
+    lambda messages, continues, generates: {
+        **CHAT,
+        "messages": [{"role": "user", "content": content} for content in messages],
+        "continue_final_message": continues,
+        "add_generation_prompt": generates,
+    },
+    st.lists(contents, max_size=2),
+    flags,
+    flags,
+)
+
+
+@given(body=completions | chats, with_ids=st.booleans())
+def test_what_the_rules_let_pass_can_be_gone_on_with(body: dict[str, Any], with_ids: bool) -> None:
+    """Whatever the form of a prompt, the request is judged beforehand as what the continuation then can do with it."""
+    surface = Surface.CHAT if "messages" in body else Surface.COMPLETIONS
+    if read_request(surface, encode(body)).never_continues is None:
+        sent = WITH_IDS if with_ids or body.get("return_token_ids") else SENT
+        assert continued(surface, body, sent).keys() >= body.keys()
+        assert (token_count_requests(surface, encode(body), sent) is None) == (sent is WITH_IDS)
 
 
 def test_text_of_a_completion_may_end_with_a_space() -> None:
@@ -237,7 +203,7 @@ def test_half_a_stop_string_is_always_seen(text: str, stops: list[str]) -> None:
         return
     with pytest.raises(NotContinuable) as refusal:
         continued_request(Surface.COMPLETIONS, body, sent, tokens_sent=3)
-    assert refusal.value.reason is Reason.HALF_STOP
+    assert refusal.value.reason is ContinuationOutcome.HALF_STOP
 
 
 @pytest.mark.parametrize("sent", [replace(SENT, finish_reason="stop"), replace(SENT, is_done=True)])
@@ -285,14 +251,8 @@ def test_tokens_of_a_completion_are_counted_with_its_prompt() -> None:
         ({}, WITH_IDS),
         ({}, Sent(id="a", has_role=True)),
         ({}, replace(SENT, finish_reason="stop", has_reasoning=True)),
-        ({"add_generation_prompt": False}, replace(SENT, finish_reason="stop")),
     ],
 )
 def test_tokens_that_are_known_or_cannot_be_known_are_not_counted(fields: dict[str, Any], sent: Sent) -> None:
     """With token ids nobody needs to be asked; the reasoning of a finished answer cannot be counted from its text."""
     assert counted(Surface.CHAT, {**CHAT, **fields}, sent) is None
-
-
-def test_tokens_of_a_finished_answer_are_counted_whatever_its_request() -> None:
-    """A seed forbids continuing; it does not forbid telling the usage of an answer that is whole."""
-    assert counted(Surface.CHAT, {**CHAT, "seed": 1}, replace(SENT, finish_reason="stop")) is not None

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from protocol.openai import Surface
-from router.stream.continuable import NotContinuable, Reason
+from router.outcome import ContinuationOutcome
+from router.stream.continuable import NotContinuable
 from router.stream.continuation import continued_request, token_count_requests
 from router.stream.memory import Sent, StreamMemory
 from router.stream.seam import SeamRewriter, is_finished
@@ -182,7 +183,7 @@ def test_a_stop_string_is_not_looked_for_across_a_seam(engine: SimEngine) -> Non
     end = text_of(ask(engine, Surface.CHAT, msgspec.json.encode(fields))[:4])[-2:]
     with pytest.raises(NotContinuable) as refusal:
         survive(engine, Surface.CHAT, msgspec.json.encode({**fields, "stop": f"{end}!"}), [4])
-    assert refusal.value.reason is Reason.HALF_STOP
+    assert refusal.value.reason is ContinuationOutcome.HALF_STOP
 
 
 @pytest.mark.parametrize("keeps_stop", [False, True])
