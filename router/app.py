@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import random
@@ -213,9 +214,10 @@ def _listen(name: str, host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"{name} {port} on {host} cannot be used: {error.strerror}; stop what listens there or choose another {name}"
-        ) from error
+        remedy = f"stop what listens there or choose another {name}"
+        if error.errno == errno.EADDRNOTAVAIL:
+            remedy = "that host is not this machine's; give one of its addresses, or 0.0.0.0 for all"
+        raise ConfigError(f"{name} {port} on {host} cannot be used: {error.strerror}; {remedy}") from error
     return listener
 
 

@@ -4,7 +4,8 @@ import hashlib
 from collections.abc import Iterable, Mapping
 
 UNAUTHORIZED_MESSAGE = (
-    "Incorrect or missing API key. Send one that this service was started with in the header 'Authorization: Bearer KEY'."
+    "Incorrect or missing API key. Send one that this service was started with in the header 'Authorization: Bearer KEY', "
+    "or on Anthropic's routes in 'x-api-key: KEY'."
 )
 
 

@@ -15,6 +15,7 @@ from router.policy.choose import PolicyName
 
 ENVIRONMENT_PREFIX = "INTELLECT_"
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=:-]+")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 _REPLICA_URL = re.compile(r"http://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})/?")
 
 
@@ -84,16 +85,19 @@ def load_settings(config_file: Path | None, environ: Mapping[str, str], override
     """
     values: dict[str, object] = {}
     if config_file is not None:
-        values |= _typed(_read_table(config_file), lambda name: f"--config {config_file}: {name}")
-    values |= _typed(_from_environment(environ), _variable)
-    values |= _typed({name: value for name, value in overrides.items() if value is not None}, _flag)
+        values |= _typed(_read_table(config_file), lambda name: f"--config {config_file}: {name}", is_text=False)
+    values |= _typed(_from_environment(environ), _variable, is_text=True)
+    values |= _typed({name: value for name, value in overrides.items() if value is not None}, _flag, is_text=True)
     settings = RouterSettings(**values)  # type: ignore[arg-type]  # each value was converted to its field's type
     _check(settings)
     return settings
 
 
-def _typed(values: Mapping[str, object], spell: Callable[[str], str]) -> dict[str, object]:
-    """The values as their fields' types. Raises ConfigError with the setting as `spell` writes it for where it came from."""
+def _typed(values: Mapping[str, object], spell: Callable[[str], str], *, is_text: bool) -> dict[str, object]:
+    """The values as their fields' types. Raises ConfigError with the setting as `spell` writes it for where it came from.
+
+    `is_text`: numbers may be written as text, because where they come from there is nothing else.
+    """
     known = {field.name: field.type for field in msgspec.structs.fields(RouterSettings)}
     typed: dict[str, object] = {}
     for name, value in values.items():
@@ -102,13 +106,42 @@ def _typed(values: Mapping[str, object], spell: Callable[[str], str]) -> dict[st
             hint = f"; did you mean {close[0]}?" if close else "; docs/config.md lists the settings"
             raise ConfigError(f"{spell(name)} is no setting of the router{hint}")
         try:
-            typed[name] = msgspec.convert(value, known[name], strict=False)
+            if name in _TABLES:
+                _check_models(value, spell(name))
+            typed[name] = msgspec.convert(value, known[name], strict=not is_text)
         except msgspec.ValidationError as error:
             kind = known[name]
             if isinstance(kind, type) and issubclass(kind, enum.StrEnum):
                 raise ConfigError(f"{spell(name)} is {value!r}, but must be one of {', '.join(kind)}") from error
-            raise ConfigError(f"{spell(name)} is {value!r}: {error}") from error
+            wanted = _IN_WORDS.get(kind)
+            what = f"must be {wanted}" if wanted else str(error)
+            raise ConfigError(f"{spell(name)} is {value!r}: {what}") from error
     return typed
+
+
+_IN_WORDS: Mapping[object, str] = {
+    int: "a whole number, as 8000",
+    float: "a number, as 2.5",
+    bool: "true or false",
+    tuple[str, ...]: "a list of texts, as ['a', 'b']",
+}
+
+
+def _check_models(tables: object, spelt: str) -> None:
+    """Raises ConfigError with the model and the setting at fault."""
+    if not isinstance(tables, dict):
+        raise ConfigError(f'{spelt} is {tables!r}: write tables [router.model."NAME"]')
+    known = ModelSettings.__struct_fields__
+    for model, settings in tables.items():
+        if not isinstance(settings, dict):
+            raise ConfigError(f'{spelt}.{model} is {settings!r}: write a table [router.model."{model}"]')
+        for name, value in settings.items():
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+                raise ConfigError(f'{spelt} "{model}": {name} is no setting of a model; {hint}')
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(f'{spelt} "{model}": {name} is {value!r}: must be a number of seconds, as 2.5')
 
 
 def _variable(name: str) -> str:
@@ -187,6 +220,14 @@ def _check(settings: RouterSettings) -> None:
         for name in special.__struct_fields__:
             if (value := getattr(special, name)) is not None and not 0 < value < math.inf:
                 raise ConfigError(f"[router.model.{model!r}] {name} {value}: must be a number greater than 0")
+    if settings.served_model_name is not None and (others := settings.model.keys() - {settings.served_model_name}):
+        name = sorted(others)[0]
+        raise ConfigError(f"[router.model.{name!r}]: clients know the model as {settings.served_model_name!r}; use that name")
+    for origin in settings.cors_origin:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"cors_origin {origin!r}: a browser's origin has a scheme and no path, as https://app.example.com"
+            )
     for url in settings.replica:
         check_replica_url(url)
     if settings.replica_file is not None and not Path(settings.replica_file).is_file():
@@ -217,7 +258,9 @@ def check_replica_url(url: str) -> None:
     """Raises ConfigError unless `url` is http://HOST:PORT."""
     match = _REPLICA_URL.fullmatch(url)
     if match is None or not 0 < int(match["port"]) <= 65535:
-        raise ConfigError(f"replica {url!r}: give the engine's or its agent's URL as http://HOST:PORT")
+        hint = "; https is not supported, engines belong into a private network" if url.startswith("https:") else ""
+        hint = "; repeat --replica for several" if "," in url else hint
+        raise ConfigError(f"replica {url!r}: give the engine's or its agent's URL as http://HOST:PORT{hint}")
 
 
 def is_loopback(host: str) -> bool:

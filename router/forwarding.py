@@ -30,7 +30,7 @@ from router.reply import Reply
 from router.request.fields import RequestFacts, engine_body, read_request
 from router.request_body import plain_body
 from router.state.replicas import Lease, Replica
-from router.stored_responses import response_id
+from router.stored_responses import keeper_of, response_id
 from router.stream.continuable import NotContinuable
 from router.stream.editor import editor_for
 from router.stream.memory import StreamMemory
@@ -127,12 +127,12 @@ class Forwarding:
             except EngineRefusal as refusal:
                 word = self._last_word = refusal.word
                 verdict = verdict_of(word.status)
-                exchange.error = str(refusal)
+                exchange.error = self._blame(lease, refusal)
                 if not (word.status in RETRIED_STATUSES and self._may_retry(lease)):
                     raise self._failed() from refusal
             except BrokenStream as broken:
                 verdict = Verdict.BAD
-                exchange.error = str(broken)
+                exchange.error = self._blame(lease, broken)
                 if not broken.is_stream:
                     self._reply.break_off()
                     return broken.breakage.outcome
@@ -141,15 +141,14 @@ class Forwarding:
                 raise self._not_continued(refusal.reason) from refusal
             except StalledError as error:
                 # The replica is out already, and what it had must not be lost for want of a retry budget.
-                exchange.error = str(error)
+                exchange.error = self._blame(lease, error)
                 if not self._has_replica():
                     raise self._failed() from error
                 self._parts.metrics.retried(lease.replica.id)
             except UpstreamTimeoutError as error:
                 verdict = Verdict.BAD
-                exchange.error = str(error)
-                message = "The model did not answer in time."
-                raise Rejection(504, message, Outcome.UPSTREAM_TIMEOUT, code="upstream_timeout") from error
+                exchange.error = self._blame(lease, error)
+                raise Rejection(504, self._too_slow(), Outcome.UPSTREAM_TIMEOUT, code="upstream_timeout") from error
             except LocalLimitError as error:
                 exchange.error = str(error)
                 message = "The service is out of connections; try again."
@@ -157,7 +156,7 @@ class Forwarding:
             except UpstreamError as error:
                 # The client has got nothing yet, so another replica can answer in this one's place.
                 verdict = Verdict.NEUTRAL if isinstance(error, OtherWeightsError) else Verdict.BAD
-                exchange.error = str(error)
+                exchange.error = self._blame(lease, error)
                 if isinstance(error, UnreachableError):
                     self._parts.fleet.report_unreachable(lease.replica, str(error))
                 if not self._may_retry(lease):
@@ -258,11 +257,18 @@ class Forwarding:
             if exchange.tried:
                 raise self._failed()
             raise no_replica(f"No replica that serves '{exchange.model}' is ready; GET /ready says why.")
-        replica = self._parts.policy.choose(RequestInfo(self._engine_model, len(self._body)), candidates)
+        replica = self._keeper(candidates) or self._parts.policy.choose(
+            RequestInfo(self._engine_model, len(self._body)), candidates
+        )
         exchange.tried.append(replica)
         exchange.attempts += 1
         exchange.replica = replica.id
         return table.lease(replica)
+
+    def _keeper(self, candidates: Sequence[Replica]) -> Replica | None:
+        """The replica that keeps the response which this one follows; no other could find it."""
+        previous = self._facts.previous_response_id
+        return None if previous is None else keeper_of(previous, candidates)
 
     def _candidates(self) -> list[Replica]:
         candidates = self._parts.fleet.table.candidates(self._engine_model, self._exchange.tried)
@@ -283,6 +289,21 @@ class Forwarding:
 
     def _has_replica(self) -> bool:
         return bool(self._candidates())
+
+    def _blame(self, lease: Lease, error: Exception) -> str:
+        """For the log: the request may end on another replica than the one that failed."""
+        return f"{lease.replica.id}: {error}"
+
+    def _too_slow(self) -> str:
+        timeouts = self._patience.timeouts
+        if self._patience.ends_at is not None and asyncio.get_running_loop().time() > self._patience.ends_at:
+            return f"The answer was not whole within {timeouts.total:g} s; ask for fewer tokens ('max_tokens')."
+        if self._facts.stream:
+            return f"The model sent nothing within {timeouts.first_byte:g} s; try again or send a shorter prompt."
+        message = (
+            f"The model did not answer within {timeouts.first_byte:g} s; ask for fewer tokens ('max_tokens') or for a stream"
+        )
+        return message + " ('stream': true), which may take longer."
 
     def _failed(self) -> Rejection:
         """No replica has answered: the last word of an engine, in OpenAI's shape, if one had a word."""

@@ -65,7 +65,8 @@ class StoredForwarding:
             verdict = verdict_of(status)
             exchange.error = str(refusal)
             outcome = Outcome.ENGINE_REFUSED if status < 500 else Outcome.ENGINE_ERROR
-            raise Rejection(status, detail.message, outcome, code=detail.code, param=detail.param) from refusal
+            code = detail.code or ("not_found" if status == 404 else None)
+            raise Rejection(status, detail.message, outcome, code=code, param=detail.param) from refusal
         except BrokenStream as broken:
             verdict = Verdict.BAD
             exchange.error = str(broken)

@@ -90,7 +90,7 @@ class EngineClient:
         """
         try:
             await self._call("GET", "/health", timeout_s=timeout_s)
-            await self._call("GET", "/is_paused", timeout_s=timeout_s)
+            await self._call("GET", "/is_sleeping", timeout_s=timeout_s)
         except EngineError:
             return False
         return True

@@ -31,6 +31,7 @@ class AdminRoutes:
             "/pause": {"POST": self._pause},
             "/resume": {"POST": self._resume},
             "/is_paused": {"GET": self._is_paused},
+            "/is_sleeping": {"GET": self._is_sleeping},
             "/abort_requests": {"POST": self._abort_requests},
             "/collective_rpc": {"POST": self._collective_rpc},
             "/reset_prefix_cache": {"POST": self._reset_prefix_cache},
@@ -57,7 +58,12 @@ class AdminRoutes:
         await self._engine.resume()
         await respond_json(request.send, {"status": "resumed"})
 
+    async def _is_sleeping(self, request: Request) -> None:
+        await self._engine.until_not_hung()
+        await respond_json(request.send, {"is_sleeping": False})
+
     async def _is_paused(self, request: Request) -> None:
+        await self._engine.until_not_hung()  # as in vLLM, the process that computes answers this
         await respond_json(request.send, {"is_paused": self._engine.is_paused})
 
     async def _abort_requests(self, request: Request) -> None:

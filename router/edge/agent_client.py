@@ -92,7 +92,10 @@ class ControlClient:
 
     async def engine_is_paused(self, engine: Endpoint, timeout_s: float) -> bool:
         """Whether the engine says that it is paused; False where it does not say."""
-        response = await self._request("GET", f"http://{engine}/is_paused", timeout_s, headers=self._engine_headers)
+        try:
+            response = await self._request("GET", f"http://{engine}/is_paused", timeout_s, headers=self._engine_headers)
+        except ControlError:
+            return False
         try:
             return response.status_code == 200 and msgspec.json.decode(response.content, type=_Paused).is_paused
         except (msgspec.DecodeError, UnicodeDecodeError):

@@ -19,6 +19,8 @@ from router.types import Endpoint, Health, Observation, ReplicaId
 log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 2.0
+# A sound engine says at once whether it is paused; a hung one does not say it at all.
+PAUSE_TIMEOUT_S = 0.5
 # A bare engine's models change only when someone loads an adapter, so they are asked for seldom.
 PROBES_PER_MODEL_LIST = 10
 
@@ -127,6 +129,13 @@ class Fleet:
                 log.exception("probing replica %s failed", replica.id)
                 kept, failures = Observation(Health.DOWN, f"the probe failed: {error!r}"), 0
             self.table.observe(replica, kept, failures)
+            if (
+                kept.health is Health.DOWN is not before.health
+                and replica.endpoint is not None
+                and self.table.has_other(replica)
+            ):
+                # What it has not begun to answer others can; connections that are still open would not tell for minutes.
+                self.pool(replica.endpoint).give_up_waiting()
             if kept.health is not before.health:
                 log.info("replica %s is %s%s", replica.id, kept.health, f": {kept.problem}" if kept.problem else "")
             await asyncio.sleep(self._interval_s)
@@ -170,7 +179,7 @@ class Fleet:
             )
 
         is_stalled = observe(is_paused=replica.is_paused)
-        if is_stalled and await self.control.engine_is_paused(pool.endpoint, PROBE_TIMEOUT_S):
+        if is_stalled and await self.control.engine_is_paused(pool.endpoint, PAUSE_TIMEOUT_S):
             return observe(is_paused=True)  # by somebody else's order, for there is no agent or it does not know
         return is_stalled
 

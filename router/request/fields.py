@@ -41,6 +41,7 @@ class RequestFacts(msgspec.Struct, frozen=True, gc=False):
     never_continues: ContinuationOutcome | None  # why another replica could not go on with a broken answer; None: it could
     sends_stream_options: bool  # the key stands in the body, be it with null
     sends_request_id: bool
+    previous_response_id: str | None = None  # a stored response that this one follows
 
 
 def read_request(surface: Surface, body: bytes) -> RequestFacts:
@@ -81,6 +82,7 @@ def read_request(surface: Surface, body: bytes) -> RequestFacts:
         refusal,
         sends_stream_options,
         fields.request_id is not UNSET,
+        fields.previous_response_id if isinstance(fields, ResponsesFields) else None,
     )
 
 

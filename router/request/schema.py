@@ -80,6 +80,7 @@ class ResponsesFields(GeneratingFields, gc=False):
     input: Raw = ABSENT
     text: Raw = ABSENT  # holds the schema
     conversation: None = None
+    previous_response_id: str | None = None
 
 
 class MessagesFields(GeneratingFields, gc=False):

@@ -103,14 +103,16 @@ async def test_requests_wait_for_the_only_replica_when_it_stalls(
     """Nobody else could answer them: they are not thrown away, and an engine that comes back answers them."""
     hung = engines[0]
     async with staged(suspicious, engines[:1], 1) as stage:
-        hung.add_faults({"kind": "stall", "after_chunks": 0, "times": 1})
-        asking = [asyncio.ensure_future(stage.ask(body, timeout_s=30)) for body in (CHAT, STREAM)]
+        hung.add_faults({"kind": "stall", "after_chunks": 7, "times": 1})
+        begun = asyncio.ensure_future(stage.ask(STREAM, timeout_s=30))
         try:
+            await await_until(lambda: is_hung(hung), 5, "the engine to hang")
+            waiting = asyncio.ensure_future(stage.ask(CHAT, timeout_s=30))
             await stage.await_health(stage.proxies[0], "stalled", _EJECTED_WITHIN_S)
-            assert not any(task.done() for task in asking)
+            assert not waiting.done()
         finally:
             hung.clear_faults()
-        for view in await asyncio.gather(*asking):
+        for view in await asyncio.gather(begun, waiting):
             assert_whole(view, whole_text(hung, CHAT))
         assert stage.upstream == 2
 

@@ -113,8 +113,9 @@ def test_one_model_can_have_limits_of_its_own(tmp_path: Path) -> None:
     ("table", "message"),
     [
         ("idle_timeout_s = -1", r"\[router.model.'m'\] idle_timeout_s -1.0: must be a number greater than 0"),
-        ("idle_timeout = 1", "idle_timeout"),
-        ("idle_timeout_s = 'long'", "model"),
+        ("idle_timeout = 1", r'model "m": idle_timeout is no setting of a model; did you mean idle_timeout_s\?'),
+        ("tokens = 1", "there are first_byte_timeout_s, idle_timeout_s, total_timeout_s"),
+        ("idle_timeout_s = 'long'", r'model "m": idle_timeout_s is .long.: must be a number of seconds'),
     ],
 )
 def test_a_models_limits_are_checked_like_all_settings(tmp_path: Path, table: str, message: str) -> None:
@@ -127,3 +128,25 @@ def test_an_unknown_way_to_continue_is_refused_with_those_there_are() -> None:
     """The operator need not look them up."""
     with pytest.raises(ConfigError, match="--continuation is 'always', but must be one of off, safe"):
         load_settings(None, {}, {"continuation": "always"})
+
+
+@pytest.mark.parametrize(
+    ("file", "environ", "flags", "message"),
+    [
+        ("port = '8000'", {}, {}, "port is '8000': must be a whole number"),
+        ("idle_timeout_s = '5'", {}, {}, "idle_timeout_s is '5': must be a number"),
+        ("replica = 'http://a:1'", {}, {}, "replica is 'http://a:1': must be a list"),
+        ("model = 3", {}, {}, r'write tables \[router.model."NAME"\]'),
+        ("", {"INTELLECT_PORT": "abc"}, {}, "INTELLECT_PORT is 'abc': must be a whole number"),
+        ("", {}, {"cors_origin": ("example.com",)}, "a browser's origin has a scheme"),
+        ("", {}, {"replica": ("https://a:1",)}, "https is not supported"),
+        ("", {}, {"replica": ("http://a:1,http://b:1",)}, "repeat --replica"),
+        ("served_model_name = 'a'\n[router.model.b]\nidle_timeout_s = 1", {}, {}, "clients know the model as 'a'"),
+    ],
+)
+def test_a_wrong_setting_says_in_plain_words_what_it_must_be(
+    tmp_path: Path, file: str, environ: dict[str, str], flags: dict[str, object], message: str
+) -> None:
+    """Nobody needs to know how the settings are read in order to mend them."""
+    with pytest.raises(ConfigError, match=message):
+        load_settings(write(tmp_path, f"[router]\n{file}\n"), environ, flags)
