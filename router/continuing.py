@@ -7,7 +7,7 @@ import msgspec
 
 from protocol.openai import Surface
 from router.edge.upstream import Answer, Patience, Timeouts, UpstreamPool
-from router.errors import BrokenAnswerError, NoAnswerError, UpstreamTimeoutError
+from router.errors import BrokenAnswerError, UpstreamError
 from router.stream.continuation import continued_request, token_count_requests
 from router.stream.memory import Sent
 from router.stream.seam import SeamRewriter, is_finished
@@ -47,7 +47,7 @@ class Resumption:
         """How many tokens were sent. `head` makes a request's head from its target and the length of its body.
 
         An engine that cannot count gives the number of chunks, which is never above the truth.
-        Raises UpstreamError, NotContinuable.
+        Raises NotContinuable.
         """
         requests = token_count_requests(self.surface, self.body, self.sent)
         if requests is None:
@@ -56,8 +56,8 @@ class Resumption:
         for body in requests:
             try:
                 count = await _ask_count(pool, head(b"/tokenize", len(body)), body)
-            except UpstreamTimeoutError as error:  # the client's own wait is not over; another replica may be quicker
-                raise NoAnswerError(f"no token count: {error}") from error
+            except UpstreamError:
+                count = None  # if it is dead, the request itself will show it
             if count is None:
                 return Counts(self.sent.chunks, None)
             counts.append(count)

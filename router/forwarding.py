@@ -42,7 +42,7 @@ FORWARDED = (b"traceparent", b"tracestate")
 CLIENT_RETRY_COUNT = b"x-stainless-retry-count"
 
 # Above this a body is understood in a thread: the longest take a second.
-LONG_BODY_BYTES = 1024 * 1024
+LONG_BODY_BYTES = 256 * 1024
 
 _KEY_MESSAGE = "The replica does not take this service's key; its operator must check --upstream-key."
 
@@ -223,14 +223,13 @@ class Forwarding:
         else:
             body = self._body
         answer = await pool.send(self._head(exchange.route.encode(), len(body)), body, self._patience)
-        if answer.status < 400:
-            lease.answered(time.monotonic())
-            if seam is not None:
-                parts.metrics.continuation(ContinuationOutcome.CONTINUED)
+        if seam is not None and answer.status < 400:
+            parts.metrics.continuation(ContinuationOutcome.CONTINUED)
         leg = Leg(
             surface=exchange.surface,
+            lease=lease,
             strips_usage=facts.strips_usage,
-            choices=facts.n,
+            choices=self._choices(),
             checkpoint=lease.replica.checkpoint,
             alias=self._alias,
             memory=self._memory,
@@ -240,6 +239,12 @@ class Forwarding:
             await relay(answer, self._reply, self._connection, exchange, leg)
         finally:
             answer.close()
+
+    def _choices(self) -> int:
+        """How many answers must finish; 0 where there are several prompts, which nobody has counted."""
+        is_counted = self._exchange.surface is Surface.CHAT
+        is_counted = is_counted or self._facts.never_continues is not ContinuationOutcome.SEVERAL_CHOICES
+        return self._facts.n if is_counted else 0
 
     def _head(self, target: bytes, body_bytes: int) -> bytes:
         headers = self._request.headers
@@ -337,7 +342,7 @@ class Forwarding:
         ending = resumption.ending(counts)
         if ending is None:
             return False
-        editor = editor_for(self._exchange.surface, strips_usage=self._facts.strips_usage, choices=self._facts.n)
+        editor = editor_for(self._exchange.surface, strips_usage=self._facts.strips_usage, choices=self._choices())
         self._reply.end(editor.pass_on(ending))
         self._exchange.usage = editor.usage or self._exchange.usage
         self._parts.metrics.continuation(ContinuationOutcome.ONLY_THE_END)

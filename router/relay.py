@@ -5,6 +5,7 @@ raises UpstreamError or EngineRefusal, so that another replica can be asked; wha
 the caller goes on from another replica or ends with an error.
 """
 
+import time
 from typing import NamedTuple
 
 from protocol import headers as names
@@ -18,16 +19,21 @@ from router.exchange import Exchange
 from router.model_alias import ModelAlias
 from router.outcome import Outcome
 from router.reply import Reply
-from router.stream.editor import StreamFailure, UnusableAnswer, check_whole, editor_for
+from router.state.replicas import Lease
+from router.stream.editor import StreamFailure, UnusableAnswer, check_whole, editor_for, usage_at_end
 from router.stream.memory import StreamMemory
 from router.stream.seam import SeamRewriter
 
 # An engine's error answer is read whole, to be put into OpenAI's shape; none is longer than this.
 ERROR_BODY_BYTES_MAX = 1024 * 1024
+# Seconds for it, once its first part is there.
+ERROR_BODY_TIMEOUT_S = 5.0
 # A JSON answer up to this length is read whole before anything is sent: if it breaks, another replica can still answer.
 WHOLE_BODY_BYTES_MAX = 1024 * 1024
 # The longest answer that is passed on in parts. More than any model's context with log probabilities makes.
 LONG_BODY_BYTES_MAX = 256 * 1024 * 1024
+# Engines write the usage near the end of an answer.
+USAGE_TAIL_BYTES = 16 * 1024
 # The longest event of a stream: one with the ids of a long prompt is some MB long.
 EVENT_BYTES_MAX = 8 * 1024 * 1024
 # Seconds for the end of HTTP's message behind the end of a stream; the client has its answer by then.
@@ -72,8 +78,9 @@ class Leg(NamedTuple):
     """What relaying needs to know of a request, on one replica. A continued answer has several legs."""
 
     surface: Surface
+    lease: Lease
     strips_usage: bool
-    choices: int
+    choices: int  # answers that must finish; 0: not known
     checkpoint: str | None  # the replica's version, for an engine that does not say it itself
     alias: ModelAlias | None = None
     memory: StreamMemory | None = None  # of what was sent, where the answer could be continued
@@ -88,6 +95,7 @@ async def relay(answer: Answer, reply: Reply, connection: ClientConnection, exch
     # The first part is read before the head is sent: if the engine dies before it, another replica can still answer.
     part = answer.take() or await answer.read()
     if status >= 400:
+        answer.expect_end(ERROR_BODY_TIMEOUT_S)
         body = await _read_up_to(answer, part, ERROR_BODY_BYTES_MAX)
         raise EngineRefusal(EngineWord(status, read_error(status, body), answer.headers.get(names.RETRY_AFTER)))
     told = answer.headers.get(names.CHECKPOINT)
@@ -98,9 +106,7 @@ async def relay(answer: Answer, reply: Reply, connection: ClientConnection, exch
     if content_type[:17].lower() == b"text/event-stream":
         if leg.seam is None:
             exchange.checkpoint = checkpoint
-        if not reply.is_started:
-            reply.start_stream(content_type)
-        await _StreamRelay(answer, reply, connection, exchange, leg).run(part)
+        await _StreamRelay(answer, reply, connection, exchange, leg, content_type).run(part)
         return
     if reply.is_started:
         raise BrokenAnswerError("the engine answered a streaming request with no stream")
@@ -119,7 +125,7 @@ async def relay(answer: Answer, reply: Reply, connection: ClientConnection, exch
     if leg.alias is not None:
         body = leg.alias.answer(body)  # engines write the model's name first
     reply.start_long(status, content_type, None if bytes_left is None else bytes_left + len(body))
-    await _relay_long(answer, body, reply)
+    await _relay_long(answer, body, reply, exchange)
 
 
 def version_of(label: str) -> str:
@@ -127,19 +133,21 @@ def version_of(label: str) -> str:
     return label.partition("+")[0]
 
 
-async def _relay_long(answer: Answer, part: bytes, reply: Reply) -> None:
+async def _relay_long(answer: Answer, part: bytes, reply: Reply, exchange: Exchange) -> None:
     """An answer too long to be held: in parts as it comes. Its framing tells a part from the whole."""
     try:
-        sent = 0
+        sent, tail = 0, b""
         while not answer.is_complete:
             reply.part(part)
             sent += len(part)
+            tail = (tail + part)[-USAGE_TAIL_BYTES:]
             if sent > LONG_BODY_BYTES_MAX:
                 raise BrokenAnswerError(f"the engine's answer is longer than {LONG_BODY_BYTES_MAX} bytes")
             await reply.drained()
             part = await answer.read()
     except UpstreamError as error:
         raise broken(error, is_stream=False) from error
+    exchange.usage = usage_at_end(tail + part)
     reply.end(part)
 
 
@@ -151,16 +159,29 @@ class _StreamRelay:
         "_answer",
         "_buffer",
         "_connection",
+        "_content_type",
         "_editor",
         "_exchange",
+        "_has_begun",
         "_has_ended",
         "_is_plain",
+        "_lease",
         "_memory",
         "_reply",
         "_seam",
     )
 
-    def __init__(self, answer: Answer, reply: Reply, connection: ClientConnection, exchange: Exchange, leg: Leg) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        reply: Reply,
+        connection: ClientConnection,
+        exchange: Exchange,
+        leg: Leg,
+        content_type: bytes,
+    ) -> None:
+        self._content_type = content_type
+        self._lease = leg.lease
         self._answer = answer
         self._reply = reply
         self._connection = connection
@@ -170,18 +191,23 @@ class _StreamRelay:
         self._seam = leg.seam
         self._buffer = EventBuffer(EVENT_BYTES_MAX)
         self._editor = editor_for(leg.surface, strips_usage=leg.strips_usage, choices=leg.choices)
+        self._has_begun = False  # to say something
         self._has_ended = False
         self._is_plain = leg.alias is None and leg.seam is None
 
     async def run(self, first: bytes) -> None:
         hold = self._connection.on_flow = self._answer.hold
+        hold(self._connection.is_clogged)  # by what was sent before: nobody would say so again
         try:
             if first:
                 self._feed(first)
-            takes_wire = self._is_plain and self._connection.is_chunked
-            await self._answer.pump(self._feed, self._take_chunk if takes_wire else None)
+            await self._answer.pump(self._feed, self._take_chunk if self._is_plain else None)
             self._end_whole()
         except StreamFailure as failure:
+            if not self._reply.has_output and not failure.passed:  # the client has got nothing: it is an answer like a 500
+                if failure.detail is None:
+                    raise BrokenAnswerError(str(failure)) from failure
+                raise EngineRefusal(EngineWord(500, failure.detail, None)) from failure
             self._send(failure.passed)
             detail = failure.detail or _incomplete()
             outcome = Outcome.UPSTREAM_BROKEN if failure.detail is None else Outcome.ENGINE_ERROR
@@ -212,7 +238,7 @@ class _StreamRelay:
 
         The same as `_feed`, at half its cost. False for anything else.
         """
-        if data[-4:] != b"\n\n\r\n" or not self._reply.has_output or not self._buffer.is_empty:
+        if data[-4:] != b"\n\n\r\n" or not (self._has_begun and self._is_plain and self._buffer.is_empty):
             return False
         begin = data.find(b"\r\n", 0, _CHUNK_HEAD_BYTES_MAX) + 2
         size = len(data) - begin - 2
@@ -228,6 +254,11 @@ class _StreamRelay:
         """Whether the answer has ended with this."""
         if not block:
             return False
+        if not self._has_begun:
+            if b"data:" not in block:
+                self._reply.comment(block, self._content_type)
+                return False
+            self._begin()
         if self._alias is not None:
             block = self._alias.answer(block)
         if self._editor.is_done:
@@ -240,6 +271,14 @@ class _StreamRelay:
         if self._memory is not None:
             self._memory.add(block)
         return False
+
+    def _begin(self) -> None:
+        """The first event: from here on another replica can only continue the answer."""
+        self._has_begun = True
+        self._lease.answered(time.monotonic())
+        if not self._reply.is_started:
+            self._reply.start_stream(self._content_type)
+        self._is_plain = self._is_plain and self._connection.is_chunked
 
     def _end_whole(self) -> None:
         """The engine ended its stream properly, as far as HTTP goes."""

@@ -67,6 +67,13 @@ class Reply:
             self.start_stream()
         self._connection.part(KEEP_ALIVE)
 
+    def comment(self, data: bytes, content_type: bytes) -> None:
+        """An engine's comment in front of its first event: it passes, but is nothing of an answer."""
+        if not self.is_started:
+            self.start_stream(content_type)
+        self._exchange.response_bytes += len(data)
+        self._connection.part(data)
+
     async def drained(self) -> None:
         await self._connection.drained()
 

@@ -10,9 +10,11 @@ from router.edge.upstream import Patience
 from router.errors import LocalLimitError, UpstreamError, UpstreamTimeoutError
 from router.exchange import Exchange, Rejection, unreachable
 from router.forwarding import ForwardingParts
+from router.model_alias import ModelAlias
 from router.outcome import Outcome
 from router.relay import BrokenStream, EngineRefusal, Leg, relay
 from router.reply import Reply
+from router.state.replicas import Replica
 from router.stored_responses import keeper_of
 from router.types import Verdict
 
@@ -51,7 +53,14 @@ class StoredForwarding:
         exchange.replica = replica.id
         lease = table.lease(replica)
         verdict = Verdict.NEUTRAL
-        leg = Leg(surface=exchange.surface, strips_usage=False, choices=1, checkpoint=replica.checkpoint)
+        leg = Leg(
+            surface=exchange.surface,
+            lease=lease,
+            strips_usage=False,
+            choices=1,
+            checkpoint=replica.checkpoint,
+            alias=self._alias_of(replica),
+        )
         try:
             answer = await self._parts.fleet.pool(lease.endpoint).send(self._head(), b"", self._patience())
             try:
@@ -82,6 +91,10 @@ class StoredForwarding:
             raise unreachable() from error
         finally:
             lease.settle(verdict, time.monotonic())
+
+    def _alias_of(self, replica: Replica) -> ModelAlias | None:
+        alias = self._parts.settings.alias
+        return None if alias is None or not replica.models else ModelAlias(public=alias, engine=replica.models[0])
 
     def _head(self) -> bytes:
         target = b"/v1/responses/" + self._id.encode()

@@ -165,6 +165,8 @@ def chat_messages(fields: Fields) -> list[Mapping[str, Any]]:
             if not isinstance(part, dict) or not isinstance(part.get("text", ""), str):
                 raise ApiError.invalid_body("dict_type", f"{path}.content", "Input should be a valid dictionary", part)
             kind = part.get("type", "text")
+            if not isinstance(kind, str):
+                raise ApiError.invalid_body("literal_error", f"{path}.content", "Input should be a content part's type", kind)
             if kind not in ("text", "input_text", "output_text", "refusal", "thinking"):
                 raise ApiError.bad_value(f"At most 0 {kind.removesuffix('_url')}(s) may be provided in one prompt.")
     return messages

@@ -26,6 +26,7 @@ class ScriptedEngine:
     requests: list[ScriptedRequest] = field(default_factory=list)
     connections: int = 0
     open_requests: int = 0  # POSTs whose connection is still open
+    gets: dict[str, bytes] = field(default_factory=dict)  # path -> whole answer, for GETs beyond those of every engine
 
 
 def json_answer(value: object, status: str = "200 OK", extra: str = "") -> bytes:
@@ -78,7 +79,10 @@ async def scripted_engine(script: Script) -> AsyncIterator[ScriptedEngine]:
 async def _answer(
     engine: ScriptedEngine, request: ScriptedRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    if request.line.startswith("GET /v1/models"):
+    path = request.line.split()[1]
+    if request.line.startswith("GET") and path in engine.gets:
+        writer.write(engine.gets[path])
+    elif request.line.startswith("GET /v1/models"):
         writer.write(json_answer({"object": "list", "data": [{"id": MODEL}]}))
     elif request.line.startswith("GET /health"):
         writer.write(json_answer({}))

@@ -34,8 +34,9 @@ KEEP_ALIVE_S = 75.0
 CLIENT_STALL_S = 120.0
 # Seconds in which a client must take the end of an answer after which its connection closes.
 LINGER_S = 5.0
-# Requests that a client may send ahead; then its connection is not read until one is answered.
-PIPELINED_MAX = 8
+# Requests that a client may send ahead; it is told to close behind the last of them, since a connection that is not read does
+# not show that its client has left.
+PIPELINED_MAX = 64
 
 # An offer of another protocol (h2c, WebSocket) makes the parser take what follows for that protocol's bytes. Taken out, it is
 # declined, as RFC 9110 section 7.8 lets a server do.
@@ -103,27 +104,31 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_body",
-        "_body_bytes",
         "_clogged_since",
         "_current",
         "_deadline",
         "_drained",
+        "_has_event",
         "_has_two_hosts",
         "_has_unread_body",
         "_head",
-        "_head_bytes",
         "_headers",
         "_is_chunked",
         "_is_closing",
+        "_is_deaf",
         "_is_in_head",
+        "_is_long_head",
+        "_is_mute",
         "_is_started",
         "_loop",
         "_parser",
+        "_quiet_bytes",
         "_request",
         "_server",
         "_target",
         "_task",
         "_transport",
+        "_unsent",
         "_waiting",
         "is_clogged",
         "is_lost",
@@ -139,11 +144,13 @@ class ClientConnection(asyncio.Protocol):
         # The request that is being read.
         self._target = b""
         self._headers: dict[bytes, bytes] = {}
-        self._head_bytes = 0
         self._is_in_head = False
+        self._is_long_head = False  # it came in several reads, or in a large one: its length must be looked at
+        self._has_event = False  # the parser has got somewhere with what was read last
+        self._quiet_bytes = 0  # read since it last did
+        self._is_deaf = False  # nothing more is taken from this client
         self._request: Request | None = None
-        self._body: list[bytes] = []
-        self._body_bytes = 0
+        self._body: bytes | bytearray = b""
         # The requests that are read, and the one that is being answered.
         self._waiting: deque[Request] = deque()
         self._current: Request | None = None
@@ -151,10 +158,12 @@ class ClientConnection(asyncio.Protocol):
         self._head = b""  # of the answer, until there is something to send with it
         self._is_started = False
         self._is_chunked = False
+        self._is_mute = False  # the answer to a HEAD
         self._is_closing = False
         self._has_unread_body = self._has_two_hosts = False
         self._deadline: float | None = None
         self._clogged_since = 0.0
+        self._unsent = 0  # bytes that the client had not taken at the last sweep
         self._drained: asyncio.Future[None] | None = None
         self.is_clogged = False
         self.is_lost = False
@@ -175,28 +184,37 @@ class ClientConnection(asyncio.Protocol):
         self._deadline = time.monotonic() + HEAD_TIMEOUT_S
 
     def data_received(self, data: bytes) -> None:
-        if self._is_closing:
-            return  # the rest of what is refused
-        was_in_head = self._is_in_head
+        if self._is_deaf:
+            return
         if self._request is None:
+            self._is_long_head = self._is_in_head or len(data) > HEAD_BYTES_MAX
             head_end = data.find(b"\r\n\r\n", 0, HEAD_BYTES_MAX)
-            if head_end < 0 and self._head_bytes + len(data) > HEAD_BYTES_MAX:
-                self._refuse_head()
-                return
             if data.find(b"pgrade:", 0, head_end if head_end >= 0 else HEAD_BYTES_MAX) >= 0:
                 head, end, body = data.partition(b"\r\n\r\n")
                 data = _UPGRADE_OFFER.sub(b"", head + b"\r\n").removesuffix(b"\r\n") + end + body if end else data
+        self._has_event = False
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            if not self._is_closing:
+        except httptools.HttpParserUpgrade:
+            # An offer that was not seen above. Its request is served; what follows it would be of the other protocol.
+            if self._current is None:
+                self._close()
+            else:
+                self._end_after(self._current)
+            return
+        except httptools.HttpParserCallbackError:
+            log.exception("a fault of the router in reading a request")
+            self._give_up(500, "The router failed on this request.")
+            return
+        except httptools.HttpParserError:
+            if not self._is_deaf:
                 self._give_up(400, "The request is not valid HTTP.")
             return
-        if self._is_in_head:
-            begin = 0 if was_in_head else data.rfind(b"\r\n\r\n") + 4
-            self._head_bytes += len(data) - begin
-        if len(self._waiting) >= PIPELINED_MAX and self._transport is not None:
-            self._transport.pause_reading()
+        # What is neither the beginning nor the end of anything, nor part of a body: a long head, or trailers without end.
+        self._quiet_bytes = 0 if self._has_event else self._quiet_bytes + len(data)
+        if self._quiet_bytes > HEAD_BYTES_MAX and not self._is_deaf:
+            self._request = None
+            self._give_up(431, _HEAD_TOO_LONG)
 
     def eof_received(self) -> bool | None:
         return None  # a client that will send no more is gone: most that close say no more than this
@@ -229,13 +247,14 @@ class ClientConnection(asyncio.Protocol):
     # httptools
 
     def on_message_begin(self) -> None:
+        self._has_event = True
+        if self._is_deaf:
+            return
         self._is_in_head = True
         self._has_two_hosts = False
         self._target = b""
         self._headers = {}
-        self._head_bytes = 0
-        self._body = []
-        self._body_bytes = 0
+        self._body = b""
         if self._current is None:
             self._deadline = time.monotonic() + HEAD_TIMEOUT_S
 
@@ -243,12 +262,18 @@ class ClientConnection(asyncio.Protocol):
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_in_head:
+            return  # a trailer, which must not change the head that was admitted (RFC 9110 section 6.5.1)
         key = name.lower()
         if key == b"host" and key in self._headers:
             self._has_two_hosts = True
         self._headers[key] = value
 
     def on_headers_complete(self) -> None:
+        self._has_event = True
+        if self._is_deaf:
+            return
+        self._is_in_head = False
         parser, headers = self._parser, self._headers
         path, query = _parted(self._target)
         request = self._request = Request(
@@ -260,8 +285,10 @@ class ClientConnection(asyncio.Protocol):
             keeps_alive=parser.should_keep_alive(),
             started=time.perf_counter(),
         )
-        self._is_in_head = False
-        self._head_bytes = 0
+        if self._is_long_head and _length_of(self._target, headers) > HEAD_BYTES_MAX:
+            request.refusal = Refusal(431, _HEAD_TOO_LONG)
+            self._refuse_now(request)
+            return
         request.refusal = self._server.service.admit(request)
         if (b"host" not in headers and not request.is_http10) or self._has_two_hosts:
             request.refusal = Refusal(400, "A request must name its host once, in the header 'Host'.")
@@ -281,29 +308,36 @@ class ClientConnection(asyncio.Protocol):
             self._deadline = time.monotonic() + self._server.body_timeout_s
 
     def on_body(self, body: bytes) -> None:
+        self._has_event = True
         request = self._request
-        if request is None or self._is_closing:
+        if request is None or self._is_deaf:
             return
-        self._body_bytes += len(body)
-        if self._body_bytes > self._server.body_bytes_max:
+        if not self._body:
+            self._body = body
+        elif isinstance(self._body, bytes):
+            self._body = bytearray(self._body) + body
+        else:
+            self._body += body
+        if len(self._body) > self._server.body_bytes_max:
             request.refusal = request.refusal or self._too_large()
             self._refuse_now(request)
-        if request.refusal is None:
-            self._body.append(body)
-        else:
-            self._body.clear()
+        elif request.refusal is not None:
+            self._body = b""
 
     def on_message_complete(self) -> None:
+        self._has_event = True
         request, self._request = self._request, None
-        if request is None or self._is_closing:
+        if request is None or self._is_deaf:
             return
-        body = self._body
-        request.body = body[0] if len(body) == 1 else b"".join(body)
-        self._body = []
+        request.body, self._body = bytes(self._body), b""
         if self._current is None:
             self._begin(request)
-        else:
-            self._waiting.append(request)
+            return
+        self._waiting.append(request)
+        waiting_bytes = sum([len(one.body) for one in self._waiting])
+        if len(self._waiting) >= PIPELINED_MAX or waiting_bytes > self._server.body_bytes_max:
+            request.keeps_alive = False
+            self._is_deaf = True
 
     # What the service does with an answer
 
@@ -324,10 +358,11 @@ class ClientConnection(asyncio.Protocol):
         if request is None:
             return
         self._is_started = True
-        self._is_chunked = length is None and not request.is_http10
+        self._is_mute = request.method == "HEAD"
+        self._is_chunked = length is None and not request.is_http10 and not self._is_mute
         if length is not None:
             block += b"content-length: %d\r\n" % length
-        elif self._is_chunked:
+        elif self._is_chunked or self._is_mute:
             block += b"transfer-encoding: chunked\r\n"
         else:
             request.keeps_alive = False  # HTTP/1.0: the end of the connection is the end of the answer
@@ -340,6 +375,8 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._is_chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
+        elif self._is_mute:
+            data = b""
         if self._head:
             data = self._head + data
             self._head = b""
@@ -362,6 +399,8 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._is_chunked:
             data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"
+        elif self._is_mute:
+            data = b""
         self._transport.write(self._head + data)
         self._finish(request)
 
@@ -389,12 +428,16 @@ class ClientConnection(asyncio.Protocol):
 
     def sweep(self, now: float) -> None:
         """Enforces the deadlines. Call about once a second."""
-        if self._deadline is not None and now > self._deadline:
+        if self._transport is None:
+            return
+        unsent = self._transport.get_write_buffer_size()
+        if unsent < self._unsent or not unsent or not self._unsent:
+            self._clogged_since = now  # slow, but it reads
+        self._unsent = unsent
+        if unsent and now - self._clogged_since > CLIENT_STALL_S:
+            self._give_up_client()
+        elif self._deadline is not None and now > self._deadline and not unsent:
             self._expire()
-        elif self.is_clogged and not self.is_stalled and now - self._clogged_since > CLIENT_STALL_S:
-            self.is_stalled = True
-            if self._task is not None and self._current is not None:
-                self._loop.call_soon(self._task.cancel)
 
     def drain(self) -> None:
         """Closes now if idle, else when the running answers are given."""
@@ -416,7 +459,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self._current = request
         self._deadline = None
-        self._is_started = self._is_chunked = False
+        self._is_started = self._is_chunked = self._is_mute = False
         self._head = b""
         if request.refusal is not None:
             self._server.service.refuse(request, self, request.refusal)
@@ -449,14 +492,13 @@ class ClientConnection(asyncio.Protocol):
         self._current = None
         self._head = b""
         self.on_flow = None
-        if not request.keeps_alive:
+        is_last = self._server.is_draining and not self._waiting and self._request is None
+        if is_last or not request.keeps_alive:
             self._close()
         elif self._waiting:
             # From the loop, or a client that sends many refused requests at once would nest as many calls.
             self._current = following = self._waiting.popleft()
             self._loop.call_soon(self._begin, following)
-            if len(self._waiting) < PIPELINED_MAX and self._transport is not None:
-                self._transport.resume_reading()
         else:
             self._deadline = time.monotonic() + (
                 HEAD_TIMEOUT_S if self._is_in_head or self._request is not None else KEEP_ALIVE_S
@@ -497,18 +539,25 @@ class ClientConnection(asyncio.Protocol):
             self._end_after(self._current)
 
     def _end_after(self, current: Request) -> None:
-        """Takes nothing more from this client; the running answer still goes out."""
-        self._is_closing = True
-        self._waiting.clear()
-        current.keeps_alive = False
+        """Takes nothing more from this client; what it has asked for is still answered."""
+        self._is_deaf = True
+        last = self._waiting[-1] if self._waiting else current
+        last.keeps_alive = False
 
-    def _refuse_head(self) -> None:
-        self._give_up(431, f"The headers of the request are longer than {HEAD_BYTES_MAX} bytes.")
+    def _give_up_client(self) -> None:
+        """It has taken nothing for CLIENT_STALL_S of what it asked for."""
+        if self._task is not None and self._current is not None:
+            if not self.is_stalled:
+                self._loop.call_soon(self._task.cancel)
+            self.is_stalled = True
+        elif self._transport is not None:
+            self._transport.abort()
 
     def _close(self) -> None:
         """Says that nothing more comes, and waits a little for the client to take what did."""
         if self._transport is None:
             return
+        self._is_deaf = True
         was_closing, self._is_closing = self._is_closing, True
         self._deadline = time.monotonic() + LINGER_S
         if was_closing and self._transport.is_closing():
@@ -527,6 +576,14 @@ class ClientConnection(asyncio.Protocol):
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
         self._drained = None
+
+
+_HEAD_TOO_LONG = f"The headers of the request are longer than {HEAD_BYTES_MAX} bytes."
+
+
+def _length_of(target: bytes, headers: dict[bytes, bytes]) -> int:
+    """Of a head, about: repeated names count once, and what stands between names and values is taken for four bytes."""
+    return len(target) + sum(len(name) + len(value) + 4 for name, value in headers.items())
 
 
 def header_block(headers: list[tuple[bytes, bytes]]) -> bytes:

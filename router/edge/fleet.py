@@ -23,6 +23,8 @@ PROBE_TIMEOUT_S = 2.0
 PAUSE_TIMEOUT_S = 0.5
 # A bare engine's models change only when someone loads an adapter, so they are asked for seldom.
 PROBES_PER_MODEL_LIST = 10
+# Metrics that a stalled engine did not give, in a row, until it gets requests again: they will show how it is.
+UNHEARD_TO_TRUST = 5
 
 
 def endpoint_of(url: str) -> Endpoint:
@@ -142,7 +144,7 @@ class Fleet:
 
     async def _watch_progress(self, replica: Replica) -> None:
         """Finds an engine that answers its probes but computes nothing. Costs no request while bytes come from it."""
-        watch = ProgressWatch(self._stall_after_s)
+        watch, unheard = ProgressWatch(self._stall_after_s), 0
         # Often enough to find a hang within its time whatever moment it begins at (tests/router/state/test_progress.py).
         interval_s = min(self._interval_s, self._stall_after_s / 6)
         while True:
@@ -151,9 +153,14 @@ class Fleet:
             if pool is None:
                 continue
             try:
-                is_stalled = await self._is_stalled(replica, pool, watch)
+                is_stalled, unheard = await self._is_stalled(replica, pool, watch), 0
             except ControlError:
-                continue  # whether it answers at all is the other watch's business
+                # Whether it answers at all is the other watch's business, but nothing shows any more that it is stalled.
+                unheard += 1
+                if replica.is_stalled and unheard >= UNHEARD_TO_TRUST:
+                    watch = ProgressWatch(self._stall_after_s)
+                    self.table.set_stalled(replica, False)
+                continue
             if is_stalled and not replica.is_stalled:
                 log.warning("replica %s answers its probes but makes no progress", replica.id)
                 self.table.set_stalled(replica, True)

@@ -321,10 +321,7 @@ class _Connection(asyncio.Protocol):
             if self._error is not None:
                 raise self._error
             await self._wait()
-        data = self._take_chunks()
-        if self._is_held:
-            self.hold(False)
-        return data
+        return self.take()
 
     async def pump(self, sink: Callable[[bytes], None], wire_sink: Callable[[bytes], bool] | None) -> None:
         if self._chunks:
@@ -342,7 +339,7 @@ class _Connection(asyncio.Protocol):
             self._sink = self._wire_sink = self._sink_error = None
 
     def expect_end(self, within_s: float) -> None:
-        self._patience = Patience(Timeouts(idle=within_s))
+        self._patience = Patience(Timeouts(idle=within_s, total=within_s), self._loop.time() + within_s)
 
     def hold(self, is_held: bool) -> None:
         if is_held is self._is_held:
@@ -356,7 +353,12 @@ class _Connection(asyncio.Protocol):
                 self._transport.resume_reading()
 
     def take(self) -> bytes:
-        return self._take_chunks() if self._chunks else b""
+        if not self._chunks:
+            return b""
+        data = self._take_chunks()
+        if self._is_held:
+            self.hold(False)
+        return data
 
     def _take_chunks(self) -> bytes:
         data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
@@ -471,7 +473,7 @@ class _Connection(asyncio.Protocol):
             self._has_surplus = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._has_surplus:
+        if not self._has_surplus and not self.has_head:  # else a trailer
             self.headers.setdefault(name.lower(), value)
 
     def on_headers_complete(self) -> None:

@@ -143,10 +143,9 @@ class ReplicaTable:
 
     def candidates(self, model: str, exclude: Collection[Replica] = ()) -> list[Replica]:
         """Where a new request for this model may go: ready replicas, or, if none is left, the next best (`PLACEABLE`)."""
-        best = self._placeable.get(model)
-        if best is None:
-            return []
-        return [replica for replica in best if replica not in exclude] if exclude else best
+        if not exclude:
+            return self._placeable.get(model) or []
+        return self._best_of([replica for replica in self._served.get(model, ()) if replica not in exclude])
 
     def lease(self, replica: Replica) -> Lease:
         assert replica.endpoint is not None, "only replicas with a known engine are candidates"
@@ -213,7 +212,12 @@ class ReplicaTable:
             for model in replica.models:
                 self._served.setdefault(model, []).append(replica)
         for model, replicas in self._served.items():
-            for health in PLACEABLE:
-                if chosen := [r for r in replicas if r.health is health and r.endpoint is not None]:
-                    self._placeable[model] = chosen
-                    break
+            if chosen := self._best_of(replicas):
+                self._placeable[model] = chosen
+
+    @staticmethod
+    def _best_of(replicas: Sequence[Replica]) -> list[Replica]:
+        for health in PLACEABLE:
+            if chosen := [replica for replica in replicas if replica.health is health and replica.endpoint is not None]:
+                return chosen
+        return []

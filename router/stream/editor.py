@@ -38,6 +38,7 @@ class StreamFailure(Exception):
 
 
 class _Choice(msgspec.Struct, frozen=True):
+    index: int = 0
     finish_reason: str | None = None
 
 
@@ -84,14 +85,14 @@ class ChatEditor:
     def __init__(self, *, strips_usage: bool, choices: int) -> None:
         self._strips_usage = strips_usage
         self._choices = choices
-        self._finished = 0
+        self._finished: set[int] = set()  # indexes of choices
         self.is_done = False  # [DONE] has passed
         self.usage: Usage | None = None
 
     @property
     def is_finished(self) -> bool:
         """Whether every choice has said how it ended, so that nothing but the end mark can be missing."""
-        return self._finished >= self._choices
+        return 0 < self._choices <= len(self._finished)
 
     @property
     def end_mark(self) -> bytes:
@@ -147,7 +148,7 @@ class ChatEditor:
             if choice.finish_reason is not None:
                 if choice.finish_reason in _GAVE_UP:
                     raise StreamFailure(None, b"".join(passed))
-                self._finished += 1
+                self._finished.add(choice.index)
         return one
 
 
@@ -231,6 +232,18 @@ def check_whole(body: bytes) -> tuple[bytes, Usage | None]:
     if answer.type == "message" and answer.stop_reason is None:
         raise UnusableAnswer("the engine gave the answer up")
     return body, None if answer.usage is None else answer.usage.read()
+
+
+def usage_at_end(tail: bytes) -> Usage | None:
+    """The usage in the last bytes of a whole answer that was too long to be read; None if it is not there."""
+    _, found, after = tail.rpartition(b'"usage":')
+    if not found:
+        return None
+    try:
+        value, _ = json.JSONDecoder().raw_decode(after.decode("utf-8", "replace").lstrip())
+        return msgspec.convert(value, UsageField).read()
+    except (ValueError, RecursionError, msgspec.ValidationError):
+        return None
 
 
 def _with_real_numbers(data: bytes) -> bytes | None:

@@ -46,8 +46,8 @@ async def endless(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
 @pytest.mark.parametrize(
     ("script", "stream", "status", "said"),
     [
-        (silent, False, 504, "did not answer in time"),
-        (silent, True, 200, "did not answer in time"),  # comments were sent already: the failure is an event
+        (silent, False, 504, "did not answer within 1 s; ask for fewer tokens"),
+        (silent, True, 200, "sent nothing within 1 s"),  # comments were sent already: the failure is an event
         (one_token, True, 200, "this answer is incomplete"),
         (endless, True, 200, "this answer is incomplete"),
     ],

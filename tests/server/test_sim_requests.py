@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from server.sim_errors import ApiError
-from server.sim_requests import parse_chat, parse_completion
+from server.sim_fields import Fields
+from server.sim_requests import chat_messages, parse_chat, parse_completion
 from server.sim_settings import EngineSettings, SchedulerSettings
 
 SETTINGS = EngineSettings(scheduler=SchedulerSettings(max_model_len=100, block_size=4, num_blocks=25))
@@ -143,3 +144,11 @@ def test_token_ids_are_a_prompt_and_lists_of_them_are_several() -> None:
     """All four forms of `prompt`."""
     forms: list[Any] = ["ab cd", ["ab", "cd"], [5, 6, 7], [[5], [6, 7]]]
     assert [len(parse_completion({"prompt": form}, SETTINGS).generate.sequences) for form in forms] == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("kind", [None, True, 3, [], {}])
+def test_a_content_part_of_no_known_type_is_refused(kind: object) -> None:
+    """Whatever stands there, the client is told, and the engine does not stumble."""
+    with pytest.raises(ApiError) as refused:
+        chat_messages(Fields({"messages": [{"role": "user", "content": [{"type": kind, "text": "x"}]}]}))
+    assert refused.value.status == 400

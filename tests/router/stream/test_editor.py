@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from protocol.openai import Surface
 from protocol.sse import DONE, event
 from protocol.usage import Usage
-from router.stream.editor import ChatEditor, NamedEditor, StreamFailure, UnusableAnswer, check_whole, editor_for
+from router.stream.editor import ChatEditor, NamedEditor, StreamFailure, UnusableAnswer, check_whole, editor_for, usage_at_end
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}}
 
@@ -80,7 +80,8 @@ def test_an_answer_is_finished_when_each_of_its_choices_is(choices: int) -> None
     editor = ChatEditor(strips_usage=True, choices=choices)
     for index in range(choices):
         assert not editor.is_finished
-        editor.pass_on(chunk("x", "stop" if index else "length"))
+        finished = {"index": index, "delta": {"content": "x"}, "finish_reason": "stop" if index else "length"}
+        editor.pass_on(event(msgspec.json.encode({"choices": [finished]})) * 2)  # said twice, it is still one
     assert editor.is_finished
 
 
@@ -158,3 +159,24 @@ def test_a_message_that_was_given_up_is_not_taken_for_whole() -> None:
         check_whole(b'{"type":"message","content":[],"usage":{"input_tokens":1,"output_tokens":1}}')
     body = b'{"type":"message","content":[],"stop_reason":"end_turn"}'
     assert check_whole(body) == (body, None)
+
+
+def test_a_number_of_choices_that_nobody_knows_is_never_reached() -> None:
+    """Of several prompts nobody has counted the answers, so a missing end is not made good."""
+    editor = ChatEditor(strips_usage=True, choices=0)
+    editor.pass_on(chunk("x", "stop"))
+    assert not editor.is_finished
+
+
+@pytest.mark.parametrize(
+    ("tail", "usage"),
+    [
+        (b'...,"usage":{"prompt_tokens":7,"completion_tokens":3},"x":null}', Usage(7, 3)),
+        (b'"usage":null}', None),
+        (b'"usage":{"prompt_', None),
+        (b"nothing", None),
+    ],
+)
+def test_usage_is_found_at_the_end_of_a_long_answer(tail: bytes, usage: Usage | None) -> None:
+    """An answer too long to be read whole is counted all the same."""
+    assert usage_at_end(tail) == usage
