@@ -229,7 +229,7 @@ class Forwarding:
             surface=exchange.surface,
             lease=lease,
             strips_usage=facts.strips_usage,
-            choices=self._choices(),
+            choices=facts.choices,
             checkpoint=lease.replica.checkpoint,
             alias=self._alias,
             memory=self._memory,
@@ -239,12 +239,6 @@ class Forwarding:
             await relay(answer, self._reply, self._connection, exchange, leg)
         finally:
             answer.close()
-
-    def _choices(self) -> int:
-        """How many answers must finish; 0 where there are several prompts, which nobody has counted."""
-        is_counted = self._exchange.surface is Surface.CHAT
-        is_counted = is_counted or self._facts.never_continues is not ContinuationOutcome.SEVERAL_CHOICES
-        return self._facts.n if is_counted else 0
 
     def _head(self, target: bytes, body_bytes: int) -> bytes:
         headers = self._request.headers
@@ -342,7 +336,7 @@ class Forwarding:
         ending = resumption.ending(counts)
         if ending is None:
             return False
-        editor = editor_for(self._exchange.surface, strips_usage=self._facts.strips_usage, choices=self._choices())
+        editor = editor_for(self._exchange.surface, strips_usage=self._facts.strips_usage, choices=self._facts.choices)
         self._reply.end(editor.pass_on(ending))
         self._exchange.usage = editor.usage or self._exchange.usage
         self._parts.metrics.continuation(ContinuationOutcome.ONLY_THE_END)

@@ -5,7 +5,6 @@ raises UpstreamError or EngineRefusal, so that another replica can be asked; wha
 the caller goes on from another replica or ends with an error.
 """
 
-import time
 from typing import NamedTuple
 
 from protocol import headers as names
@@ -96,7 +95,10 @@ async def relay(answer: Answer, reply: Reply, connection: ClientConnection, exch
     part = answer.take() or await answer.read()
     if status >= 400:
         answer.expect_end(ERROR_BODY_TIMEOUT_S)
-        body = await _read_up_to(answer, part, ERROR_BODY_BYTES_MAX)
+        try:
+            body = await _read_up_to(answer, part, ERROR_BODY_BYTES_MAX)
+        except UpstreamError:
+            body = b""  # the status says enough
         raise EngineRefusal(EngineWord(status, read_error(status, body), answer.headers.get(names.RETRY_AFTER)))
     told = answer.headers.get(names.CHECKPOINT)
     checkpoint = told.decode("latin-1") if told is not None else leg.checkpoint or ""
@@ -275,7 +277,7 @@ class _StreamRelay:
     def _begin(self) -> None:
         """The first event: from here on another replica can only continue the answer."""
         self._has_begun = True
-        self._lease.answered(time.monotonic())
+        self._lease.answered()
         if not self._reply.is_started:
             self._reply.start_stream(self._content_type)
         self._is_plain = self._is_plain and self._connection.is_chunked

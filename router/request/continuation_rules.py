@@ -96,17 +96,27 @@ def _ends_with_text(fields: ChatFields) -> bool:
     return parts is not None and len(parts) > 0 and parts[-1].text is not None
 
 
+def prompts_in(fields: OpenAIFields) -> int:
+    """Each of a list of prompts gets its own answers."""
+    return len(_prompts(fields)) if isinstance(fields, CompletionFields) else 1
+
+
+def _prompts(fields: CompletionFields) -> list[Raw]:
+    prompt = memoryview(fields.prompt)
+    if prompt[0] == _BRACKET and not _TOKEN_IDS.match(prompt):
+        return msgspec.json.decode(prompt, type=list[Raw])
+    return [fields.prompt]
+
+
 def _completion_never_continues(fields: CompletionFields) -> ContinuationOutcome | None:
     if fields.logprobs is not None:  # 0 asks for the chosen token's
         return ContinuationOutcome.LOGPROBS
     if fields.suffix is not None:
         return ContinuationOutcome.PROMPT_FORM
-    prompt = memoryview(fields.prompt)
-    if prompt[0] == _BRACKET and not _TOKEN_IDS.match(prompt):
-        prompts = msgspec.json.decode(prompt, type=list[Raw])
-        if len(prompts) > 1:
-            return ContinuationOutcome.SEVERAL_CHOICES
-        prompt = memoryview(prompts[0] if prompts else ABSENT)
+    prompts = _prompts(fields)
+    if len(prompts) > 1:
+        return ContinuationOutcome.SEVERAL_CHOICES
+    prompt = memoryview(prompts[0] if prompts else ABSENT)
     if prompt[0] == _QUOTE:
         return None
     if _TOKEN_IDS.match(prompt):

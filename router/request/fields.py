@@ -7,7 +7,7 @@ from msgspec import UNSET, Raw
 
 from protocol.openai import InvalidRequestError, Surface, decode_body, find_remote_url
 from router.outcome import ContinuationOutcome
-from router.request.continuation_rules import never_continues
+from router.request.continuation_rules import never_continues, prompts_in
 from router.request.raw_fields import RawFields, read_fields
 from router.request.schema import (
     ABSENT,
@@ -36,6 +36,7 @@ class RequestFacts(msgspec.Struct, frozen=True, gc=False):
     model: str  # as the client calls it
     stream: bool
     n: int
+    choices: int  # answers of a stream that must finish: n for each prompt; 0: not counted
     strips_usage: bool  # the router asks the engine for usage that the client did not ask for
     prompt_cache_key: str | None  # the client's hint which requests share a prefix
     never_continues: ContinuationOutcome | None  # why another replica could not go on with a broken answer; None: it could
@@ -54,7 +55,7 @@ def read_request(surface: Surface, body: bytes) -> RequestFacts:
         message = "You must provide a 'model'; GET /v1/models lists what is served."
         raise InvalidRequestError(message, "model", "missing_required_parameter")
     _check_urls(fields)
-    stream, n, strips_usage, sends_stream_options = False, 1, False, False
+    stream, n, choices, strips_usage, sends_stream_options = False, 1, 1, False, False
     prompt_cache_key: str | None = None
     refusal: ContinuationOutcome | None = _SURFACE
     if isinstance(fields, GeneratingFields):
@@ -68,6 +69,7 @@ def read_request(surface: Surface, body: bytes) -> RequestFacts:
             if stream:
                 strips_usage = not (options and options.include_usage)
                 refusal = never_continues(fields)
+                choices = n if isinstance(fields, ChatFields) else n * prompts_in(fields)
             elif options:
                 message = "'stream_options' is only allowed when 'stream' is true; leave it out or set 'stream' to true."
                 raise InvalidRequestError(message, "stream_options", "invalid_value")
@@ -77,6 +79,7 @@ def read_request(surface: Surface, body: bytes) -> RequestFacts:
         fields.model,
         stream,
         n,
+        choices,
         strips_usage,
         prompt_cache_key,
         refusal,

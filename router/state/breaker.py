@@ -83,10 +83,11 @@ class Breaker:
                 return False
             self._open(now)
             return True
+        admitted = self.admits
         if self._ends_trial(is_trial):
             self._open_s = min(2 * self._open_s, OPEN_AT_MOST_S)
             self._open(now)
-        return False
+        return admitted is not self.admits
 
     def tick(self, now: float) -> bool:
         """Call about once a second: lets the next trial in when the delay is over."""
@@ -115,7 +116,7 @@ class Breaker:
 
     def _ends_trial(self, is_trial: bool) -> bool:
         """Requests that began before the breaker opened say nothing about the replica of now."""
-        if not (is_trial and self._has_trial):
+        if not is_trial or self._state is not BreakerState.HALF_OPEN:
             return False
         self._has_trial = False
         return True

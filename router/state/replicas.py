@@ -72,26 +72,30 @@ class Replica:
 class Lease:
     """One request's claim on one replica, counted from selection to settlement."""
 
-    __slots__ = ("_is_trial", "_settled", "_table", "endpoint", "replica")
+    __slots__ = ("_has_slot", "_is_trial", "_settled", "_table", "endpoint", "replica")
 
     def __init__(self, table: "ReplicaTable", replica: Replica, endpoint: Endpoint, *, is_trial: bool) -> None:
         self._table = table
         self._settled = False
         self._is_trial = is_trial
+        self._has_slot = is_trial  # of the one that a half-open breaker has
         self.replica = replica
         self.endpoint = endpoint
 
-    def answered(self, now: float) -> None:
-        """The engine has begun to answer. For a trial that is enough: an answer may take minutes, and nobody else is let in."""
-        if self._is_trial:
-            self._is_trial = False
-            self._table._end_trial(self.replica, now)
+    def answered(self) -> None:
+        """The engine has begun to answer. The next trial is let in then, since an answer may take minutes.
+
+        How this one ends still counts.
+        """
+        if self._is_trial and self._has_slot:
+            self._has_slot = False
+            self._table._free_slot(self.replica)
 
     def settle(self, verdict: Verdict, now: float) -> None:
         """Gives the claim back. Harmless when repeated, so it can stand in every `finally` on the way out."""
         if not self._settled:
             self._settled = True
-            self._table._release(self.replica, verdict, now, is_trial=self._is_trial)
+            self._table._release(self.replica, verdict, now, is_trial=self._is_trial, has_slot=self._has_slot)
 
 
 class ReplicaTable:
@@ -187,11 +191,11 @@ class ReplicaTable:
     def is_ready(self) -> bool:
         return bool(self._placeable)
 
-    def _end_trial(self, replica: Replica, now: float) -> None:
-        if replica.breaker.succeeded(now, is_trial=True):
+    def _free_slot(self, replica: Replica) -> None:
+        if replica.breaker.trial_abandoned():
             self._rebuild()
 
-    def _release(self, replica: Replica, verdict: Verdict, now: float, *, is_trial: bool) -> None:
+    def _release(self, replica: Replica, verdict: Verdict, now: float, *, is_trial: bool, has_slot: bool) -> None:
         replica.in_flight -= 1
         assert replica.in_flight >= 0
         breaker = replica.breaker
@@ -200,7 +204,7 @@ class ReplicaTable:
         elif verdict is Verdict.BAD:
             has_changed = breaker.failed(now, is_trial=is_trial)
         else:
-            has_changed = is_trial and breaker.trial_abandoned()
+            has_changed = has_slot and breaker.trial_abandoned()
         if has_changed:
             self._rebuild()
         if replica.removed and not replica.in_flight:
