@@ -3,7 +3,7 @@
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from loadtests.soak.answers import Said, is_given_up_response, read_json
@@ -112,7 +112,9 @@ def _lie(view: View, expected: Expected) -> str | None:
             return f"broken off without an error event: {view.note}"
         case Ending.WHOLE if whole is not None:
             said = read_json(view.body) if view.said is None else view.said
-            is_excused = is_given_up_response(asked.path, said, whole)
+            # An engine that ends properly behind the last word, but without usage: the answer is whole, its price is not known.
+            has_lost_usage = isinstance(whole, Said) and not asked.is_faultless and said == replace(whole, usage=None)
+            is_excused = has_lost_usage or is_given_up_response(asked.path, said, whole)
             return None if said == whole or is_excused else f"said {_shown(said)} instead of {_shown(whole)}"
     if view.said is not None and isinstance(whole, Said) and not view.said.is_beginning_of(whole):
         return f"began with {_shown(view.said)}, which does not begin {_shown(whole)}"

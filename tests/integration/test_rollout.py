@@ -155,7 +155,8 @@ def test_a_rollout_that_fails_on_a_later_replica_is_undone_on_the_earlier_ones(s
         assert ended["state"] == "failed"
         assert [report["outcome"] for report in ended["replicas"]] == ["swapped", "restored", "swapped"]
         assert [report["version"] for report in ended["replicas"]] == ["v1", "base", "base"]
-        assert {name.partition("+")[0] for name in fleet.served()} == {"base"}
+        # The router hears of it with its next probe.
+        wait_until(lambda: {name.partition("+")[0] for name in fleet.served()} == {"base"}, 5, "the whole fleet to serve base")
 
 
 async def test_an_agent_that_stalls_in_a_rollout_does_not_take_the_router_down(store: Path) -> None:
