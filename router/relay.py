@@ -39,6 +39,7 @@ EVENT_BYTES_MAX = 8 * 1024 * 1024
 END_TIMEOUT_S = 1.0
 # The size of a chunk that is at most a read of the socket long, in hexadecimal, and its line end.
 _CHUNK_HEAD_BYTES_MAX = 10
+_CHUNK_HEADS = [b"%x\r\n" % size for size in range(0x1000)]
 
 
 class EngineWord(NamedTuple):
@@ -242,9 +243,14 @@ class _StreamRelay:
         """
         if data[-4:] != b"\n\n\r\n" or not (self._has_begun and self._is_plain and self._buffer.is_empty):
             return False
-        begin = data.find(b"\r\n", 0, _CHUNK_HEAD_BYTES_MAX) + 2
-        size = len(data) - begin - 2
-        if data[:begin] != b"%x\r\n" % size or not self._editor.has_nothing_to_do(data):
+        size, begin = len(data) - 7, 5
+        if 0x100 <= size <= 0xFFF:  # as nearly all events are long
+            head = _CHUNK_HEADS[size]
+        else:
+            begin = data.find(b"\r\n", 0, _CHUNK_HEAD_BYTES_MAX) + 2
+            size = len(data) - begin - 2
+            head = b"%x\r\n" % size
+        if not data.startswith(head) or not self._editor.has_nothing_to_do(data):
             return False
         self._exchange.response_bytes += size
         self._connection.wire_part(data)

@@ -210,6 +210,7 @@ class _Connection(asyncio.Protocol):
         "_chunks",
         "_error",
         "_excused_at",
+        "_has_heard",
         "_has_surplus",
         "_head_bytes",
         "_heard_at",
@@ -243,6 +244,7 @@ class _Connection(asyncio.Protocol):
         self._sink: Callable[[bytes], None] | None = None
         self._wire_sink: Callable[[bytes], bool] | None = None
         self._is_between_chunks = False
+        self._has_heard = False  # since the last sweep, something that was passed on unparsed
         self._sink_error: Exception | None = None
         self._error: UpstreamError | None = None
         self._is_held = False
@@ -282,6 +284,8 @@ class _Connection(asyncio.Protocol):
         if self._waiter is None or self._is_complete:
             return
         patience, timeouts, now = self._patience, self._patience.timeouts, self._loop.time()
+        if self._has_heard:
+            self._has_heard, self._heard_at = False, now
         silent_s = now - max(self._heard_at, self._nudged_at)
         if patience.on_silence is not None and silent_s >= patience.silence_s:
             self._nudged_at = now
@@ -402,17 +406,18 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self._heard_at = self._loop.time()
         self._pool.bytes_received += len(data)
         if self._is_between_chunks and self._wire_sink is not None:
             # The parser stands where it stood: what it is not shown begins and ends between two chunks.
             try:
                 if self._wire_sink(data):
+                    self._has_heard = True  # when, the sweep knows well enough
                     return
             except Exception as error:
                 self._refuse(error)
                 self._wake()
                 return
+        self._heard_at = self._loop.time()
         if self._is_complete:
             # Bytes that no request asked for: whatever they are, they are not the next answer.
             self.abort()

@@ -15,7 +15,7 @@ from protocol.sse import data_of, split
 from router.request.raw_fields import UNREADABLE
 
 # Events are kept as they were sent up to this many bytes; then they are read, and only what they said is kept.
-FOLD_BYTES = 16 * 1024
+FOLD_BYTES = 64 * 1024
 
 _DONE_DATA = b"[DONE]"
 
