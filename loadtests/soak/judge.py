@@ -111,7 +111,10 @@ def _lie(view: View, expected: Expected) -> str | None:
         case Ending.BROKEN if not (asked.is_stream and view.manner is Manner.HTTP10) and len(view.body) < BODY_BYTES_MAX // 2:
             return f"broken off without an error event: {view.note}"
         case Ending.WHOLE if whole is not None:
-            said = read_json(view.body) if view.said is None else view.said
+            try:
+                said = read_json(view.body) if view.said is None else view.said
+            except ValueError as error:
+                return f"its {len(view.body)} bytes are no JSON: {error}"
             # An engine that ends properly behind the last word, but without usage: the answer is whole, its price is not known.
             has_lost_usage = isinstance(whole, Said) and not asked.is_faultless and said == replace(whole, usage=None)
             is_excused = has_lost_usage or is_given_up_response(asked.path, said, whole)

@@ -9,6 +9,8 @@ writes what it is told. Invariant: an answer ends exactly once, by `respond`, `e
 import asyncio
 import logging
 import re
+import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -414,7 +416,9 @@ class ClientConnection(asyncio.Protocol):
             transport.write(self._head)
             self._head = b""
         if request is not None and request.is_http10:
-            transport.abort()  # there a close is a clean end
+            # There a close is a clean end, and so is an abort of a socket that has nothing left to send: it must be reset.
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            transport.abort()
         else:
             self._close()
 
@@ -578,6 +582,7 @@ class ClientConnection(asyncio.Protocol):
         self._drained = None
 
 
+_RESET = struct.pack("ii", 1, 0)  # linger for no time at all
 _HEAD_TOO_LONG = f"The headers of the request are longer than {HEAD_BYTES_MAX} bytes."
 
 

@@ -604,3 +604,23 @@ async def test_an_engine_that_does_not_end_its_message_holds_up_nobody(engine: S
             return await in_flight(admin) == 0
 
         await await_until(is_settled, 5, "the lease to be given back")
+
+
+async def test_an_old_client_can_tell_a_cut_answer_from_a_whole_one(engine: ScriptedEngine, running: RouterProcess) -> None:
+    """For HTTP/1.0 the end of the connection is the end of an answer, so one that is cut is reset."""
+
+    async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(chunked(b'{"text": "' + b"x" * 2_000_000))
+        await writer.drain()
+        await asyncio.sleep(0.2)  # the client has taken all of it by then
+        writer.close()
+
+    engine.script = script
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rsplit(":", 1)[1]))
+    body = json.dumps(CHAT).encode()
+    head = f"POST /v1/chat/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    with pytest.raises(ConnectionResetError):
+        await reader.read()
+    writer.close()
