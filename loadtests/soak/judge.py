@@ -116,12 +116,24 @@ def _lie(view: View, expected: Expected) -> str | None:
             except ValueError as error:
                 return f"its {len(view.body)} bytes are no JSON: {error}"
             # An engine that ends properly behind the last word, but without usage: the answer is whole, its price is not known.
-            has_lost_usage = isinstance(whole, Said) and not asked.is_faultless and said == replace(whole, usage=None)
+            # Where the router makes an end good, it knows the counts, but not what they are made of.
+            has_lost_usage = (
+                isinstance(whole, Said)
+                and isinstance(said, Said)
+                and not asked.is_faultless
+                and replace(said, usage=None) == replace(whole, usage=None)
+                and (said.usage is None or _counts(said.usage) == _counts(whole.usage))
+            )
             is_excused = has_lost_usage or is_given_up_response(asked.path, said, whole)
             return None if said == whole or is_excused else f"said {_shown(said)} instead of {_shown(whole)}"
     if view.said is not None and isinstance(whole, Said) and not view.said.is_beginning_of(whole):
         return f"began with {_shown(view.said)}, which does not begin {_shown(whole)}"
     return None
+
+
+def _counts(usage: object) -> dict[str, object]:
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    return {name: usage.get(name) for name in names} if isinstance(usage, dict) else {}
 
 
 def judge_accounts(views: Sequence[View], log: Mapping[str, Sequence[Logged]], counted: Mapping[str, float]) -> list[Violation]:
