@@ -172,6 +172,7 @@ class _StreamRelay:
         "_memory",
         "_reply",
         "_seam",
+        "_strips_usage",
     )
 
     def __init__(
@@ -192,6 +193,7 @@ class _StreamRelay:
         self._alias = leg.alias
         self._memory = leg.memory
         self._seam = leg.seam
+        self._strips_usage = leg.strips_usage
         self._buffer = EventBuffer(EVENT_BYTES_MAX)
         self._editor = editor_for(leg.surface, strips_usage=leg.strips_usage, choices=leg.choices)
         self._has_begun = False  # to say something
@@ -295,7 +297,9 @@ class _StreamRelay:
         rest = self._buffer.rest.strip()
         if rest and self._send(self._editor.pass_on(rest + b"\n\n")):  # an end without its blank line
             return
-        if self._editor.is_finished and self._reply.has_output:
+        # Where the usage that the client asked for is missing too, another replica can count it: then that one ends the stream.
+        is_countable = self._memory is not None and not self._strips_usage and self._editor.usage is None
+        if self._editor.is_finished and self._reply.has_output and not is_countable:
             self._has_ended = True
             self._reply.end(self._editor.end_mark)
             return

@@ -608,12 +608,13 @@ async def test_an_engine_that_does_not_end_its_message_holds_up_nobody(engine: S
 
 async def test_an_old_client_can_tell_a_cut_answer_from_a_whole_one(engine: ScriptedEngine, running: RouterProcess) -> None:
     """For HTTP/1.0 the end of the connection is the end of an answer, so one that is cut is reset."""
+    has_taken_it = asyncio.Event()
 
     async def script(_: ScriptedRequest, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
         writer.write(chunked(b'{"text": "' + b"x" * 2_000_000))
         await writer.drain()
-        await asyncio.sleep(0.2)  # the client has taken all of it by then
+        await has_taken_it.wait()  # so that nothing is left to send when it breaks
         writer.close()
 
     engine.script = script
@@ -621,6 +622,9 @@ async def test_an_old_client_can_tell_a_cut_answer_from_a_whole_one(engine: Scri
     body = json.dumps(CHAT).encode()
     head = f"POST /v1/chat/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
+    await reader.readuntil(b"\r\n\r\n")
+    await reader.readexactly(2_000_000)
+    has_taken_it.set()
     with pytest.raises(ConnectionResetError):
         await reader.read()
     writer.close()
