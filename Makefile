@@ -8,11 +8,12 @@ ENGINE ?= vllm
 STATE_DIR ?=
 BENCH ?=
 SOAK ?=
+SIM ?=
 
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check bench soak clean
+.PHONY: help setup serve test check bench sim soak clean
 
 help:
 	@echo 'make serve    a served model on http://127.0.0.1:$(PORT), with everything it needs'
@@ -22,6 +23,8 @@ help:
 	@echo 'make check    format, lint, types, import arrows'
 	@echo 'make bench    what the router costs beside other routers (needs nginx and wrk; 8 minutes); writes docs/benchmarks.md'
 	@echo '              variables: BENCH=ARGUMENTS, such as BENCH="--only requests --routers ours"; BENCH=--help lists them'
+	@echo 'make sim      every placement policy on every workload, in a simulated fleet on virtual time'
+	@echo '              variables: SIM=ARGUMENTS, such as SIM="--policy predicted --workload agents"; SIM=--help lists them'
 	@echo 'make soak     mixed load while the replicas of the router fail at random, 20 minutes; fails if a promise is broken'
 	@echo '              variables: SOAK=ARGUMENTS, such as SOAK="--minutes 5 --seed 7"; SOAK=--help lists them'
 	@echo 'make setup    .venv with all dependencies; the others run it, and it is idempotent'
@@ -46,6 +49,9 @@ check: setup
 
 bench: setup
 	@exec $(BIN)/python -m loadtests.overhead $(BENCH)
+
+sim: setup
+	@exec $(BIN)/intellect sim $(or $(SIM),--workload all --duration 60)
 
 soak: setup
 	@exec $(BIN)/python -m loadtests.soak $(SOAK)

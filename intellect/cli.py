@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import Abort, TyperException
 
-from intellect import checkpoint_command, doctor_command, replica_command, router_command, up_command
+from intellect import checkpoint_command, doctor_command, replica_command, router_command, sim_command, up_command
 from intellect.help_text import help_without_command
 from intellect.problem import EXIT_FAILURE, Problem
 
@@ -29,6 +29,7 @@ app.command("up", epilog=up_command.EPILOG)(up_command.up)
 app.command("router", epilog=router_command.EPILOG)(router_command.router)
 app.command("replica", epilog=replica_command.EPILOG)(replica_command.replica)
 app.add_typer(checkpoint_command.app, name="checkpoint")
+app.command("sim", epilog=sim_command.EPILOG)(sim_command.sim)
 app.command("doctor", epilog=doctor_command.EPILOG)(doctor_command.doctor)
 
 

@@ -1,4 +1,4 @@
-"""`intellect router`: the router alone, in front of engines that run elsewhere. Only parses; router.app does the work."""
+"""`intellect router`: the router alone, in front of engines that run elsewhere. Only parses; router.workers does the work."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ import typer
 from intellect.help_text import epilog
 from intellect.problem import UsageProblem
 from router.config import ContinuationMode
-from router.policy.choose import PolicyName
+from router.policy.catalogue import PolicyName
 
 EPILOG = epilog(
     "intellect router --replica http://127.0.0.1:8200",
@@ -26,7 +26,7 @@ def router(
     admin_port: Annotated[int | None, typer.Option(help="Admin API and metrics [8001].")] = None,
     replica: Annotated[list[str] | None, typer.Option(help="URL of an agent or an engine; repeat for several.")] = None,
     replica_file: Annotated[str | None, typer.Option(help="File of URLs, one a line; read again when it changes.")] = None,
-    policy: Annotated[PolicyName | None, typer.Option(help="How requests are placed [least_loaded].")] = None,
+    policy: Annotated[PolicyName | None, typer.Option(help="How requests are placed [predicted].")] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(help="Key that clients must send; repeat for several. INTELLECT_API_KEY.")
     ] = None,
@@ -50,7 +50,16 @@ def router(
         ContinuationMode | None, typer.Option(help="Streams whose replica fails go on from another where that is safe [safe].")
     ] = None,
     max_body_bytes: Annotated[int | None, typer.Option(help="Longest request body taken.")] = None,
-    debug_headers: Annotated[bool, typer.Option("--debug-headers", help="Name the replica in x-intellect-replica.")] = False,
+    debug_headers: Annotated[
+        bool, typer.Option("--debug-headers", help="Say in each answer which replica it came from, and why.")
+    ] = False,
+    decision_log: Annotated[
+        str | None, typer.Option(help="File of one JSON line for each request; intellect sim --trace replays it.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that share the public port [1].")] = None,
+    redis: Annotated[
+        str | None, typer.Option(help="URL of a redis over which routers and workers share placements. INTELLECT_REDIS.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with a table [router]; variables and flags win.")] = None,
 ) -> int:
     """Route OpenAI-compatible requests to replicas.
@@ -58,8 +67,8 @@ def router(
     Every flag can also stand in the file's table [router] or in a variable: --admin-token is INTELLECT_ADMIN_TOKEN. Keys
     and tokens are better given by variable, since every user of a machine can read arguments.
     """
-    from router.app import serve
     from router.config import ConfigError, load_settings
+    from router.workers import serve
 
     overrides: dict[str, object] = {
         "host": host,
@@ -84,6 +93,9 @@ def router(
         "continuation": continuation,
         "max_body_bytes": max_body_bytes,
         "debug_headers": debug_headers or None,
+        "decision_log": decision_log,
+        "workers": workers,
+        "redis": redis,
     }
     try:
         settings = load_settings(config, os.environ, overrides)

@@ -13,7 +13,7 @@ from intellect.help_text import epilog
 from intellect.places import STATE_DIR_DEFAULT, places
 from intellect.problem import Problem, UsageProblem
 from intellect.stack.plan import Engine
-from router.policy.choose import PolicyName
+from router.policy.catalogue import PolicyName
 
 if TYPE_CHECKING:
     from intellect.stack.plan import StackOptions, StackPlan
@@ -48,7 +48,7 @@ def up(
     ] = None,
     preset: Annotated[str | None, typer.Option(help="How to launch vLLM, as in `intellect replica`.")] = None,
     state_dir: Annotated[Path, typer.Option(help="Models, checkpoints and logs.")] = STATE_DIR_DEFAULT,
-    policy: Annotated[PolicyName | None, typer.Option(help="How requests are placed.", show_default="least_loaded")] = None,
+    policy: Annotated[PolicyName | None, typer.Option(help="How requests are placed.", show_default="predicted")] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(help="Key that clients must send; repeat for several. Or INTELLECT_API_KEY.")
     ] = None,

@@ -2,11 +2,12 @@
 
 import hashlib
 import hmac
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import Depends, FastAPI, HTTPException, Request, Response
+from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from pydantic import BaseModel, ConfigDict
@@ -14,8 +15,10 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from protocol.errors import encode_error
 from router.config import ConfigError
+from router.edge.crew import Crew
 from router.edge.fleet import Fleet
 from router.rollout_runner import RolloutRunner
+from router.state.decisions import KEPT, Decisions, described
 from router.state.replicas import Replica
 from router.state.rollouts import Rollout, RolloutRefused, Rollouts, RolloutState, Strategy
 from router.types import ReplicaId
@@ -41,16 +44,23 @@ class StartRollout(BaseModel):
 def build_admin(
     *,
     fleet: Fleet,
+    crew: Crew | None,
     runner: RolloutRunner,
     rollouts: Rollouts,
+    decisions: Decisions,
     registry: CollectorRegistry,
     token: str | None,
     now: Callable[[], float],
 ) -> FastAPI:
+    """`crew`: the router's other worker processes, which hear of every change before it is answered."""
     app = FastAPI(title="intellect-serve router admin", openapi_url=None)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(StarletteHTTPException, _refused)
     guarded = [Depends(_token_check(token))]
+
+    async def tell_others() -> None:
+        if crew is not None:
+            await crew.push()
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -58,34 +68,46 @@ def build_admin(
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        text = generate_latest(registry) if crew is None else await crew.metrics()
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/admin/replicas", dependencies=guarded)
     async def list_replicas() -> list[dict[str, Any]]:
-        return [describe(replica) for replica in [*fleet.table.all(), *fleet.table.departing()]]
+        elsewhere = Counter() if crew is None else await crew.in_flight_elsewhere()
+        replicas = [*fleet.table.all(), *fleet.table.departing()]
+        return [
+            describe(replica) | {"in_flight": replica.in_flight + (0 if replica.removed else elsewhere[replica.id])}
+            for replica in replicas
+        ]
 
     @app.post("/admin/replicas", dependencies=guarded, status_code=201)
     async def add_replica(body: AddReplica) -> dict[str, Any]:
         try:
-            return describe(fleet.add(body.url))
+            added = fleet.add(body.url)
         except ConfigError as error:
             raise HTTPException(400, str(error)) from error
         except KeyError as error:
             raise HTTPException(409, f"replica {error.args[0]} is already there; remove it first to add it anew") from error
+        await tell_others()
+        return describe(added)
 
     @app.delete("/admin/replicas/{replica_id}", dependencies=guarded)
     async def remove_replica(replica_id: str) -> dict[str, Any]:
         try:
-            return describe(fleet.remove(ReplicaId(replica_id)))
+            removed = fleet.remove(ReplicaId(replica_id))
         except KeyError as error:
             raise unknown_replica(replica_id) from error
+        await tell_others()
+        return describe(removed)
 
     @app.post("/admin/replicas/{replica_id}/drain", dependencies=guarded)
     async def drain_replica(replica_id: str, body: DrainReplica) -> dict[str, Any]:
         try:
-            return describe(fleet.table.drain(ReplicaId(replica_id), body.draining))
+            replica = fleet.table.drain(ReplicaId(replica_id), body.draining)
         except KeyError as error:
             raise unknown_replica(replica_id) from error
+        await tell_others()
+        return describe(replica)
 
     @app.get("/admin/models", dependencies=guarded)
     async def list_models() -> list[dict[str, Any]]:
@@ -93,6 +115,14 @@ def build_admin(
             {"model": model, "replicas": [{"replica": r.id, "health": r.health, "checkpoint": r.checkpoint} for r in replicas]}
             for model, replicas in sorted(fleet.table.served.items())
         ]
+
+    @app.get("/admin/decisions", dependencies=guarded)
+    async def list_decisions(
+        limit: Annotated[int, Query(ge=1, le=KEPT)] = 100, replica: str | None = None, request_id: str | None = None
+    ) -> dict[str, Any]:
+        if crew is None:
+            return described(decisions.kept(limit=limit, replica=replica, request_id=request_id))
+        return described(await crew.decisions(limit=limit, replica=replica, request_id=request_id))
 
     @app.get("/admin/rollouts", dependencies=guarded)
     async def list_rollouts() -> list[dict[str, Any]]:
@@ -170,11 +200,12 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+    first = error.errors()[0]
+    place, *path = first["loc"]
+    if place == "body" and request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         # Browsers send other types to other sites without asking, so only this one is read.
         return _error(415, "send the body as JSON, with the header content-type: application/json")
-    first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
+    field = ".".join(map(str, path)) or place
     return _error(422, f"{field}: {first['msg']}", param=field)
 
 

@@ -5,8 +5,10 @@ import contextlib
 import errno
 import gc
 import logging
+import os
 import random
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -23,7 +25,9 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from router.admin import build_admin
+from router.admission.dispatcher import Dispatcher
 from router.admission.retry_budget import RetryBudget
+from router.admission.token_cost import charge_of
 from router.api import Api
 from router.attempts import Retries
 from router.auth import StaticKeys
@@ -31,17 +35,27 @@ from router.config import ConfigError, ContinuationMode, ModelSettings, RouterSe
 from router.cors import Cors
 from router.edge.access_log import AccessLog, NoAccessLog
 from router.edge.agent_client import ControlClient
+from router.edge.crew import Crew, Seat
+from router.edge.decision_log import DecisionLog
 from router.edge.discovery import follow_file
 from router.edge.fleet import Fleet, replica_id_of
 from router.edge.listener import SWEEP_S, Listener
 from router.edge.metrics import RouterMetrics
+from router.edge.placement_metrics import PlacementMetrics
+from router.edge.sharing import Sharing
+from router.edge.sharing_metrics import SharingCollector
 from router.edge.upstream import Timeouts
 from router.forwarding import ForwardingParts, ForwardingSettings
 from router.ids import Ids
+from router.journal import Journal
 from router.openapi import document
-from router.policy.choose import make_policy
+from router.placing import Placing
+from router.policy.catalogue import make_policy
+from router.policy.interface import Policy
 from router.proxy import Proxy
 from router.rollout_runner import RolloutRunner
+from router.state.decisions import Decisions
+from router.state.explained import Explained
 from router.state.replicas import ReplicaTable
 from router.state.rollouts import Rollouts
 
@@ -61,36 +75,92 @@ class _Server(uvicorn.Server):
 
 def serve(settings: RouterSettings) -> int:
     """Runs the router in this process until it is told to stop. Returns the process's exit status."""
+    configure_logging()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run_router(settings))
+
+
+def serve_worker(settings: RouterSettings, seat: Seat, admin: socket.socket | None, parent: int) -> int:
+    """The same for one of several processes. `parent` is a descriptor that ends with the process that started this one."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run_worker(settings, seat, admin, parent))
+
+
+def configure_logging() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line for each probe otherwise
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(run_router(settings))
 
 
 async def run_router(settings: RouterSettings) -> int:
     """Serves until SIGTERM or SIGINT, then drains. Returns the process's exit status."""
     try:
-        public = _listen("port", settings.host, settings.port)
-        admin = _listen("admin_port", settings.admin_host, settings.admin_port)
+        public = bind("port", settings.host, settings.port)
+        admin = bind("admin_port", settings.admin_host, settings.admin_port)
+        decision_log = _decision_log(settings, None)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the operator's one line
         return 1
     _raise_descriptor_limit()
     access_log = AccessLog(sys.stdout.fileno()) if settings.access_log else NoAccessLog()
     try:
-        await _run(settings, public, admin, access_log)
+        await _run(settings, public, admin, access_log, decision_log, _stop_event())
     finally:
         access_log.close()
+        if decision_log is not None:
+            decision_log.close()
+    return 0
+
+
+async def _run_worker(settings: RouterSettings, seat: Seat, admin: socket.socket | None, parent: int) -> int:
+    stop = _stop_event()
+    loop = asyncio.get_running_loop()
+    is_orphan = False
+
+    def orphaned() -> None:
+        nonlocal is_orphan
+        is_orphan = True
+        loop.remove_reader(parent)
+        stop.set()
+
+    loop.add_reader(parent, orphaned)
+    public = bind("port", settings.host, settings.port, is_shared=True)
+    _raise_descriptor_limit()
+    decision_log = _decision_log(settings, seat)
+    access_log = AccessLog(sys.stdout.fileno(), seat.folder / "log.lock") if settings.access_log else NoAccessLog()
+    try:
+        await _run(settings, public, admin, access_log, decision_log, stop, seat)
+    finally:
+        access_log.close()
+        if decision_log is not None:
+            decision_log.close()
+        if is_orphan:
+            shutil.rmtree(seat.folder, ignore_errors=True)  # nobody else is left to do it
     return 0
 
 
 async def _run(
-    settings: RouterSettings, public: socket.socket, admin: socket.socket, access_log: AccessLog | NoAccessLog
+    settings: RouterSettings,
+    public: socket.socket,
+    admin: socket.socket | None,
+    access_log: AccessLog | NoAccessLog,
+    decision_log: DecisionLog | None,
+    stop: asyncio.Event,
+    seat: Seat | None = None,
 ) -> None:
-    table = ReplicaTable()
+    """`admin` is None in all workers but one; `seat` is None where this is the only process."""
+    chosen = policy = make_policy(settings.policy, random.Random())
+    sharing = _sharing(settings, policy, seat)
+    if sharing is not None:
+        policy = sharing.policy
+    table = ReplicaTable(policy)
+    explained = Explained(policy, always=settings.debug_headers)
+    placing = Placing(Dispatcher(explained, charge_of=charge_of), explained)
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry, table)
+    placement_metrics = PlacementMetrics(placing, chosen)
+    registry.register(placement_metrics)
+    decisions = Decisions()
     new_id = Ids()
     async with httpx.AsyncClient(trust_env=False) as http, asyncio.TaskGroup() as tasks:
         control = ControlClient(http, agent_token=settings.agent_token, upstream_key=settings.upstream_key)
@@ -114,7 +184,14 @@ async def _run(
             new_id=new_id,
         )
         api = Api(
-            proxy=Proxy(_forwarding_parts(settings, fleet, metrics), access_log=access_log, new_id=new_id),
+            proxy=Proxy(
+                _forwarding_parts(
+                    settings, fleet, placing, metrics, hashes_prompts=policy.uses_prompt or decision_log is not None
+                ),
+                journal=Journal(decisions, placement_metrics, decision_log),
+                access_log=access_log,
+                new_id=new_id,
+            ),
             table=table,
             keys=StaticKeys(settings.api_key),
             cors=Cors(settings.cors_origin),
@@ -123,31 +200,44 @@ async def _run(
             document=document(version("intellect-serve")),
             new_id=new_id,
         )
+        crew = None if seat is None else Crew(seat, fleet, registry, decisions)
         admin_app = build_admin(
             fleet=fleet,
+            crew=crew,
             runner=runner,
             rollouts=rollouts,
+            decisions=decisions,
             registry=registry,
             token=settings.admin_token,
             now=time.monotonic,
         )
-        for url in {replica_id_of(url): url for url in settings.replica}.values():
-            fleet.add(url)
-        if not settings.replica and settings.replica_file is None:
+        inherited = None if crew is None else await crew.former_fleet()
+        if crew is not None and inherited is not None:
+            crew.apply(inherited)
+        else:
+            for url in {replica_id_of(url): url for url in settings.replica}.values():
+                fleet.add(url)
+        if not settings.replica and settings.replica_file is None and admin is not None:
             log.warning("no replicas yet: give --replica or --replica-file, or add one with POST /admin/replicas")
         listener = Listener(api, body_bytes_max=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s)
         background = [
             tasks.create_task(fleet.run(), name="sweep of the engines"),
             tasks.create_task(listener.run(), name="sweep of the clients"),
         ]
-        if settings.replica_file is not None:
+        if crew is not None:
+            background.append(tasks.create_task(crew.run(), name="other workers"))
+        if sharing is not None:
+            registry.register(SharingCollector(sharing.report))
+            background.append(tasks.create_task(sharing.run(placing.changed), name="placements of other routers"))
+        if settings.replica_file is not None and admin is not None:
             following = follow_file(fleet, Path(settings.replica_file), settings.health_interval_s)
             background.append(tasks.create_task(following, name="replica file"))
         admin_server = _Server(_admin_config(admin_app))
-        stop = _stop_event()
+        administering: asyncio.Task[None] | None = None
         await listener.open(public)
-        administering = tasks.create_task(admin_server.serve([admin]), name="admin port")
-        log.info("serving on http://%s:%d, admin on http://%s:%d", *public.getsockname()[:2], *admin.getsockname()[:2])
+        if admin is not None:
+            administering = tasks.create_task(admin_server.serve([admin]), name="admin port")
+            log.info("serving on http://%s:%d, admin on http://%s:%d", *public.getsockname()[:2], *admin.getsockname()[:2])
 
         # What exists now lives as long as the process: the collector need not look at it again and again.
         gc.collect()
@@ -159,20 +249,45 @@ async def _run(
         api.is_draining = True
         await listener.drain(settings.drain_timeout_s)
         admin_server.should_exit = True
-        await administering
+        if administering is not None:
+            await administering
         for task in background:
             task.cancel()
+        placing.close()
         runner.close()
         fleet.close()
 
 
-def _forwarding_parts(settings: RouterSettings, fleet: Fleet, metrics: RouterMetrics) -> ForwardingParts:
+def _decision_log(settings: RouterSettings, seat: Seat | None) -> DecisionLog | None:
+    """Raises ConfigError if it cannot be written."""
+    if settings.decision_log is None:
+        return None
+    return DecisionLog(Path(settings.decision_log), None if seat is None else seat.folder / "decisions.lock")
+
+
+def _sharing(settings: RouterSettings, policy: Policy, seat: Seat | None) -> Sharing | None:
+    if settings.redis is None:
+        return None
+    return Sharing(
+        settings.redis,
+        policy,
+        router=f"{socket.gethostname()}:{settings.port}/{0 if seat is None else seat.index}/{os.getpid()}",
+        incarnation=time.time_ns(),
+        rng=random.Random(),
+        channel=settings.redis_channel,
+    )
+
+
+def _forwarding_parts(
+    settings: RouterSettings, fleet: Fleet, placing: Placing, metrics: RouterMetrics, *, hashes_prompts: bool
+) -> ForwardingParts:
     engine_headers = b"content-type: application/json\r\n"
     if settings.upstream_key is not None:
         engine_headers += b"authorization: Bearer %b\r\n" % settings.upstream_key.encode()
     return ForwardingParts(
         fleet=fleet,
-        policy=make_policy(settings.policy, random.Random()),
+        placing=placing,
+        hashes_prompts=hashes_prompts,
         retries=Retries(RetryBudget(), attempts_max=settings.max_attempts),
         metrics=metrics,
         settings=ForwardingSettings(
@@ -205,11 +320,16 @@ def _admin_config(app: Any) -> uvicorn.Config:
     )
 
 
-def _listen(name: str, host: str, port: int) -> socket.socket:
-    """A bound socket. Raises ConfigError if the address cannot be had."""
+def bind(name: str, host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    """A bound socket; `is_shared`: other processes of this user may bind the port too, and the system spreads the clients.
+
+    Raises ConfigError if the address cannot be had.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
     except OSError as error:

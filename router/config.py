@@ -4,6 +4,7 @@ import difflib
 import enum
 import ipaddress
 import math
+import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -11,12 +12,20 @@ from pathlib import Path
 
 import msgspec
 
-from router.policy.choose import PolicyName
+from router.policy.catalogue import PolicyName
 
 ENVIRONMENT_PREFIX = "INTELLECT_"
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=:-]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 _REPLICA_URL = re.compile(r"http://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})/?")
+
+# A database's number may stand in it, though messages are not kept in any.
+_REDIS_URL = re.compile(
+    r"(redis|(?P<tls>rediss))://([^@/?#\s]*@)?([A-Za-z0-9._-]+|\[(?P<ip>[0-9A-Fa-f:.]+)\])(:(?P<port>[0-9]{1,5}))?(/[0-9]*)?"
+    r"(?(tls)(\?ssl_ca_certs=[^&#\s]+)?)"
+    r"|unix://([^@/?#\s]*@)?/[^?#\s]+"
+)
+WORKERS_MAX = 256
 
 
 class ConfigError(ValueError):
@@ -47,7 +56,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     admin_port: int = 8001
     replica: tuple[str, ...] = ()  # URLs of agents or engines
     replica_file: str | None = None  # one URL a line; read again when it changes
-    policy: PolicyName = PolicyName.LEAST_LOADED
+    policy: PolicyName = PolicyName.PREDICTED
     api_key: tuple[str, ...] = ()
     require_keys: bool = False
     allow_anonymous: bool = False
@@ -71,6 +80,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_attempts: int = 3
     debug_headers: bool = False
     access_log: bool = True
+    decision_log: str | None = None  # file of one JSON line for each request
+    workers: int = 1
+    redis: str | None = None
+    redis_channel: str = "intellect:placements"  # one for each fleet
 
 
 _LISTS = ("replica", "api_key", "cors_origin")
@@ -230,8 +243,16 @@ def _check(settings: RouterSettings) -> None:
             )
     for url in settings.replica:
         check_replica_url(url)
+    if not 1 <= settings.workers <= WORKERS_MAX:
+        raise ConfigError(f"workers {settings.workers}: must be from 1 to {WORKERS_MAX}; about one for each core that is free")
+    if settings.redis is not None:
+        _check_redis_url(settings.redis)
+    if not settings.redis_channel:
+        raise ConfigError("redis_channel is empty: give a name, the same for all routers of a fleet")
     if settings.replica_file is not None and not Path(settings.replica_file).is_file():
         raise ConfigError(f"replica_file {settings.replica_file}: there is no such file; write one URL a line into it first")
+    if settings.decision_log is not None:
+        _check_writable("decision_log", Path(settings.decision_log))
     secrets = [("api_key", key) for key in settings.api_key]
     secrets += [(name, getattr(settings, name)) for name in ("admin_token", "agent_token", "upstream_key")]
     for name, secret in secrets:
@@ -254,6 +275,16 @@ def _check(settings: RouterSettings) -> None:
         )
 
 
+def _check_writable(name: str, path: Path) -> None:
+    """Raises ConfigError unless a file can be written there, as far as that can be told without doing it."""
+    if path.is_dir():
+        raise ConfigError(f"{name} {path}: is a folder; give a file in it")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{name} {path}: its folder does not exist; make it first")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ConfigError(f"{name} {path}: may not be written; give a file that the router's user may write")
+
+
 def check_replica_url(url: str) -> None:
     """Raises ConfigError unless `url` is http://HOST:PORT."""
     match = _REPLICA_URL.fullmatch(url)
@@ -261,6 +292,25 @@ def check_replica_url(url: str) -> None:
         hint = "; https is not supported, engines belong into a private network" if url.startswith("https:") else ""
         hint = "; repeat --replica for several" if "," in url else hint
         raise ConfigError(f"replica {url!r}: give the engine's or its agent's URL as http://HOST:PORT{hint}")
+
+
+def _check_redis_url(url: str) -> None:
+    """Raises ConfigError, without the password, unless it is redis://, rediss:// or unix://."""
+    match = _REDIS_URL.fullmatch(url)
+    if match is None or not 0 < int(match["port"] or 6379) <= 65535 or not _is_address(match["ip"]):
+        _, at, place = url.rpartition("@")
+        shown = f"***@{place}" if at else url
+        raise ConfigError(
+            f"redis {shown!r}: give redis://[USER:PASSWORD@]HOST[:PORT], rediss:// for TLS, or unix:///PATH; "
+            "in a password, write characters such as @ / : with % (RFC 3986)"
+        )
+
+
+def _is_address(ip: str | None) -> bool:
+    try:
+        return ip is None or bool(ipaddress.ip_address(ip))
+    except ValueError:
+        return False
 
 
 def is_loopback(host: str) -> bool:

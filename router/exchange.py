@@ -8,6 +8,7 @@ from protocol.errors import ErrorDetail, error_type
 from protocol.openai import Surface
 from protocol.usage import Usage
 from router.outcome import Outcome
+from router.policy.interface import PlacementRequest, Ticket
 from router.state.replicas import Replica
 
 _REQUEST_ID_CHARACTERS = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
@@ -55,6 +56,7 @@ class Exchange:
     request_id: str  # as the client sees it
     engine_request_id: str  # never the client's own: engines key requests by it
     started: float  # time.perf_counter
+    tenant: str = ""  # whose request it is: a digest of the key; empty for anonymous ones
     model: str = ""
     replica: str = ""
     checkpoint: str = ""
@@ -67,6 +69,10 @@ class Exchange:
     events: int = 0  # of a stream whose events are numbered
     usage: Usage | None = None
     error: str = ""
+    placement: PlacementRequest | None = None  # once it is understood
+    ticket: Ticket | None = None  # of the last attempt
+    waited_s: float = 0.0  # in the router, for a replica that could start it
+    placed_at: float = 0.0  # the last time; time.perf_counter
     tried: list[Replica] = field(default_factory=list)
 
     @property

@@ -5,8 +5,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from xxhash import xxh3_64_intdigest
+
 from protocol import headers as names
 from protocol.openai import InvalidRequestError, Surface
+from protocol.usage import Usage
+from router.admission.waiting import Waiting
 from router.attempts import RETRIED_STATUSES, Retries, verdict_of
 from router.continuing import CONTINUATIONS_MAX, NO_COUNTS, Counts, Resumption
 from router.edge.client import ClientConnection, Request
@@ -24,22 +28,27 @@ from router.errors import (
 from router.exchange import Exchange, Rejection, no_replica, unreachable
 from router.model_alias import ModelAlias
 from router.outcome import ContinuationOutcome, Outcome
-from router.policy.choose import Policy
+from router.placing import Placing
+from router.policy.interface import PlacementRequest, Priority, Ticket
+from router.policy.prompt import BytesPrompt
 from router.relay import Breakage, BrokenStream, EngineRefusal, EngineWord, Leg, relay, version_of
 from router.reply import Reply
 from router.request.fields import RequestFacts, engine_body, read_request
+from router.request.prompt_bytes import prompt_bytes
 from router.request_body import plain_body
 from router.state.replicas import Lease, Replica
 from router.stored_responses import keeper_of, response_id
 from router.stream.continuable import NotContinuable
 from router.stream.editor import editor_for
 from router.stream.memory import StreamMemory
-from router.types import RequestInfo, Verdict
+from router.types import ReplicaId, Verdict
 
 # Trace context is the only thing of a client's headers that an engine gets: everything else there could steer it.
 FORWARDED = (b"traceparent", b"tracestate")
 # How OpenAI's and Anthropic's clients say that they try again.
 CLIENT_RETRY_COUNT = b"x-stainless-retry-count"
+
+_PRIORITIES = {priority.value.encode(): priority for priority in Priority}
 
 # Above this a body is understood in a thread: the longest take a second.
 LONG_BODY_BYTES = 256 * 1024
@@ -63,7 +72,8 @@ class ForwardingParts:
     """What all requests share."""
 
     fleet: Fleet
-    policy: Policy
+    placing: Placing
+    hashes_prompts: bool  # whether the placement policy looks at them
     retries: Retries
     metrics: RouterMetrics
     settings: ForwardingSettings
@@ -85,9 +95,12 @@ class Forwarding:
         "_memory",
         "_parts",
         "_patience",
+        "_placement",
+        "_rank",
         "_reply",
         "_request",
         "_resumption",
+        "_ticket",
     )
 
     def __init__(
@@ -103,6 +116,9 @@ class Forwarding:
         self._body = b""
         self._alias: ModelAlias | None = None
         self._patience: Patience
+        self._placement: PlacementRequest
+        self._ticket: Ticket | None = None  # of the attempt that runs
+        self._rank: int | None = None  # of its replica's ranks, where it has several
         self._memory: StreamMemory | None = None
         # Values and no exceptions: through its traceback one would hold this object, and with it all of the answer's buffers.
         self._broken: Breakage | None = None  # why the answer must be continued
@@ -117,7 +133,7 @@ class Forwarding:
         while True:
             if self._resumption is not None and not self._has_replica() and self._ends(self._resumption, NO_COUNTS):
                 return Outcome.COMPLETED
-            lease = self._place()
+            lease = await self._place()
             verdict = Verdict.NEUTRAL
             try:
                 await self._attempt(lease)
@@ -163,6 +179,7 @@ class Forwarding:
                     raise self._failed() from error
             finally:
                 lease.settle(verdict, time.monotonic())
+                self._end_ticket(exchange.usage if verdict is Verdict.GOOD else None)
 
     def _is_laborious(self) -> bool:
         """Whether to understand the request takes long enough for streams to stand still meanwhile."""
@@ -203,9 +220,24 @@ class Forwarding:
             settings.keep_alive_s,
             self._reply.keep_alive if facts.stream else None,
         )
+        self._placement = exchange.placement = self._placement_request()
         has_others = len(parts.fleet.table.served[self._engine_model]) > 1
         if settings.continues and has_others and facts.never_continues is None:
             self._memory = StreamMemory()
+
+    def _placement_request(self) -> PlacementRequest:
+        facts, exchange, headers = self._facts, self._exchange, self._request.headers
+        prompt = prompt_bytes(self._body, facts.prompt) if self._parts.hashes_prompts else b""
+        affinity = headers.get(names.SESSION_ID)
+        return PlacementRequest(
+            self._engine_model,
+            BytesPrompt(prompt, xxh3_64_intdigest(self._engine_model.encode())),
+            tenant=exchange.tenant,
+            affinity=facts.prompt_cache_key if affinity is None else affinity.decode("latin-1"),
+            priority=_priority(headers.get(names.PRIORITY)),
+            output_max=facts.output_max,
+            streams=facts.stream,
+        )
 
     async def _attempt(self, lease: Lease) -> None:
         """Sends the request to one replica and relays what it answers. Raises what `relay` and the pool raise."""
@@ -234,11 +266,16 @@ class Forwarding:
             alias=self._alias,
             memory=self._memory,
             seam=seam,
+            on_first_token=self._first_token,
         )
         try:
             await relay(answer, self._reply, self._connection, exchange, leg)
         finally:
             answer.close()
+
+    def _first_token(self) -> None:
+        if self._ticket is not None:
+            self._parts.placing.first_token(self._ticket)
 
     def _head(self, target: bytes, body_bytes: int) -> bytes:
         headers = self._request.headers
@@ -246,36 +283,78 @@ class Forwarding:
         for name in FORWARDED:
             if name in headers:
                 block += b"%b: %b\r\n" % (name, headers[name])
+        if self._rank is not None:
+            block += b"%b: %d\r\n" % (names.DATA_PARALLEL_RANK, self._rank)
         line = b"POST %b HTTP/1.1\r\n%bcontent-length: %d\r\n%b: %b\r\n"
         return line % (target, block, body_bytes, names.REQUEST_ID, self._exchange.engine_request_id.encode())
 
-    def _place(self) -> Lease:
-        exchange, table = self._exchange, self._parts.fleet.table
-        candidates = self._candidates()
-        if not candidates:
+    async def _place(self) -> Lease:
+        exchange, table, placing = self._exchange, self._parts.fleet.table, self._parts.placing
+        ids = self._candidate_ids()
+        if not ids:
             if exchange.tried:
                 raise self._failed()
-            raise no_replica(f"No replica that serves '{exchange.model}' is ready; GET /ready says why.")
-        replica = self._keeper(candidates) or self._parts.policy.choose(
-            RequestInfo(self._engine_model, len(self._body)), candidates
-        )
+            raise self._no_replica()
+        keeper = self._keeper(ids)
+        if keeper is not None:
+            ticket = placing.adopt(self._placement, keeper)
+        elif exchange.tried:
+            ticket = placing.at_once(self._placement, ids)
+        else:
+            given = placing.submit(self._placement, self._candidate_ids)
+            ticket = await self._wait(given) if isinstance(given, Waiting) else given
+        self._ticket = ticket
+        try:
+            replica = table.get(ticket.replica)
+            lease = table.lease(replica)
+        except BaseException:
+            self._end_ticket(None)
+            raise
+        self._rank = ticket.rank if replica.facts.ranks > 1 else None
         exchange.tried.append(replica)
         exchange.attempts += 1
         exchange.replica = replica.id
-        return table.lease(replica)
+        exchange.ticket = ticket
+        exchange.placed_at = time.perf_counter()
+        return lease
 
-    def _keeper(self, candidates: Sequence[Replica]) -> Replica | None:
+    async def _wait(self, waiting: Waiting) -> Ticket:
+        patience, exchange = self._patience, self._exchange
+        began_s = exchange.elapsed_s
+        try:
+            ticket = await self._parts.placing.wait(
+                waiting, silence_s=patience.silence_s, on_silence=patience.on_silence, ends_at=patience.ends_at
+            )
+        finally:
+            exchange.waited_s = exchange.elapsed_s - began_s
+        if ticket is None:
+            raise self._no_replica()
+        return ticket
+
+    def _end_ticket(self, usage: Usage | None) -> None:
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            self._parts.placing.ended(ticket, usage)
+
+    def _no_replica(self) -> Rejection:
+        return no_replica(f"No replica that serves '{self._exchange.model}' is ready; GET /ready says why.")
+
+    def _keeper(self, ids: Sequence[ReplicaId]) -> ReplicaId | None:
         """The replica that keeps the response which this one follows; no other could find it."""
         previous = self._facts.previous_response_id
-        return None if previous is None else keeper_of(previous, candidates)
+        return None if previous is None else keeper_of(previous, ids)
 
-    def _candidates(self) -> list[Replica]:
-        candidates = self._parts.fleet.table.candidates(self._engine_model, self._exchange.tried)
+    def _candidate_ids(self) -> Sequence[ReplicaId]:
+        table, tried = self._parts.fleet.table, self._exchange.tried
         if self._broken is None:
-            return candidates
+            return table.candidate_ids(self._engine_model, tried)
         version = version_of(self._exchange.checkpoint)
         # Without an agent a replica's version is not known before it answers; `relay` looks again.
-        return [replica for replica in candidates if replica.checkpoint is None or version_of(replica.checkpoint) == version]
+        return [
+            replica.id
+            for replica in table.candidates(self._engine_model, tried)
+            if replica.checkpoint is None or version_of(replica.checkpoint) == version
+        ]
 
     def _may_retry(self, lease: Lease) -> bool:
         """Whether the request goes to another replica; if so, that is counted."""
@@ -287,7 +366,7 @@ class Forwarding:
         return True
 
     def _has_replica(self) -> bool:
-        return bool(self._candidates())
+        return bool(self._candidate_ids())
 
     def _blame(self, lease: Lease, error: Exception) -> str:
         """For the log: the request may end on another replica than the one that failed."""
@@ -348,6 +427,18 @@ class Forwarding:
         self._parts.metrics.continuation(reason)
         detail = self._broken.detail
         return Rejection(502, detail.message, self._broken.outcome, code=detail.code, param=detail.param)
+
+
+def _priority(word: bytes | None) -> Priority:
+    """Raises Rejection for a word that is none of the three."""
+    if word is None:
+        return Priority.DEFAULT
+    try:
+        return _PRIORITIES[word.strip().lower()]
+    except KeyError:
+        shown = word[:40].decode("latin-1")
+        message = f"The header 'x-intellect-priority' is '{shown}', but must be one of {', '.join(Priority)}."
+        raise Rejection(400, message, Outcome.REJECTED_INVALID, param="x-intellect-priority", code="invalid_value") from None
 
 
 def engine_model(served: Mapping[str, Sequence[Replica]], model: str, alias: str | None) -> str:

@@ -12,6 +12,7 @@ class Outcome(enum.StrEnum):
     REJECTED_UNAUTHORIZED = "rejected_unauthorized"
     REJECTED_INVALID = "rejected_invalid"  # malformed, too large, unknown model or path
     REJECTED_NO_REPLICA = "rejected_no_replica"  # nothing that serves the model is up
+    REJECTED_OVERLOADED = "rejected_overloaded"  # it would have waited, or has waited, too long for a replica
     UPSTREAM_UNREACHABLE = "upstream_unreachable"  # no replica accepted it, within the attempts allowed
     UPSTREAM_TIMEOUT = "upstream_timeout"
     UPSTREAM_BROKEN = "upstream_broken"  # the replica died after its first byte

@@ -12,10 +12,12 @@ from typing import Any
 
 from protocol.errors import ErrorDetail, error_type
 from protocol.openai import Surface
+from router.auth import tenant_of
 from router.edge.access_log import AccessLog, AccessRecord, NoAccessLog
 from router.edge.client import ClientConnection, Refusal, Request
 from router.exchange import Exchange, Rejection, client_request_id
 from router.forwarding import Forwarding, ForwardingParts
+from router.journal import Journal
 from router.outcome import Outcome
 from router.reply import Reply
 from router.stored_forwarding import StoredForwarding
@@ -28,8 +30,11 @@ CLIENT_GONE_STATUS = 499
 
 
 class Proxy:
-    def __init__(self, parts: ForwardingParts, *, access_log: AccessLog | NoAccessLog, new_id: Callable[[], str]) -> None:
+    def __init__(
+        self, parts: ForwardingParts, *, journal: Journal, access_log: AccessLog | NoAccessLog, new_id: Callable[[], str]
+    ) -> None:
         self._parts = parts
+        self._journal = journal
         self._metrics = parts.metrics
         self._shows_replica = parts.settings.shows_replica
         self._access_log = access_log
@@ -72,6 +77,7 @@ class Proxy:
             request_id=client_request_id(request.headers) or "req_" + engine_request_id,
             engine_request_id=engine_request_id,
             started=request.started,
+            tenant=tenant_of(request.headers),
         )
 
     async def _run(
@@ -108,9 +114,11 @@ class Proxy:
             self._metrics.first_byte(exchange.route, exchange.model, exchange.first_byte_s)
         if usage is not None:
             self._metrics.tokens(exchange.model, usage)
+        now = time.time()
+        self._journal.ended(exchange, outcome, now, duration_s)
         self._access_log.write(
             AccessRecord(
-                time=time.time(),
+                time=now,
                 request_id=exchange.request_id,
                 route=exchange.route,
                 outcome=outcome.value,

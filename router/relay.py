@@ -5,6 +5,7 @@ raises UpstreamError or EngineRefusal, so that another replica can be asked; wha
 the caller goes on from another replica or ends with an error.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from protocol import headers as names
@@ -85,6 +86,7 @@ class Leg(NamedTuple):
     alias: ModelAlias | None = None
     memory: StreamMemory | None = None  # of what was sent, where the answer could be continued
     seam: SeamRewriter | None = None  # in the second and later legs
+    on_first_token: Callable[[], None] | None = None  # called once, when a stream begins to say something
 
 
 async def relay(answer: Answer, reply: Reply, connection: ClientConnection, exchange: Exchange, leg: Leg) -> None:
@@ -170,6 +172,7 @@ class _StreamRelay:
         "_is_plain",
         "_lease",
         "_memory",
+        "_on_first_token",
         "_reply",
         "_seam",
         "_strips_usage",
@@ -186,6 +189,7 @@ class _StreamRelay:
     ) -> None:
         self._content_type = content_type
         self._lease = leg.lease
+        self._on_first_token = leg.on_first_token
         self._answer = answer
         self._reply = reply
         self._connection = connection
@@ -286,6 +290,8 @@ class _StreamRelay:
         """The first event: from here on another replica can only continue the answer."""
         self._has_begun = True
         self._lease.answered()
+        if self._on_first_token is not None:
+            self._on_first_token()
         if not self._reply.is_started:
             self._reply.start_stream(self._content_type)
         self._is_plain = self._is_plain and self._connection.is_chunked

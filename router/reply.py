@@ -8,6 +8,7 @@ from protocol.openai import Surface
 from protocol.sse import KEEP_ALIVE, event
 from router.edge.client import ClientConnection
 from router.exchange import Exchange
+from router.state.decisions import header_value
 
 # Seconds a client is told to wait before it tries again when nothing can serve it.
 RETRY_AFTER_S = 2
@@ -121,6 +122,8 @@ class Reply:
             block += b"%b: %b\r\n" % (names.CHECKPOINT, exchange.checkpoint.encode("latin-1"))
         if self._shows_replica and exchange.replica:
             block += b"%b: %b\r\n" % (names.REPLICA, exchange.replica.encode())
+            if exchange.ticket is not None:
+                block += b"%b: %b\r\n" % (names.DECISION, header_value(exchange.ticket))
         return block + self._extra
 
 

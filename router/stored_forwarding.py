@@ -45,7 +45,8 @@ class StoredForwarding:
     async def run(self) -> Outcome:
         """Raises Rejection."""
         exchange, table = self._exchange, self._parts.fleet.table
-        replica = keeper_of(self._id, table.all())
+        keeper = keeper_of(self._id, [replica.id for replica in table.all()])
+        replica = None if keeper is None else table.get(keeper)
         if replica is None or replica.endpoint is None or replica.removed:
             message = f"Response with id '{self._id}' not found: no replica of this service keeps it."
             raise Rejection(404, message, Outcome.REJECTED_INVALID, param="response_id", code="not_found")

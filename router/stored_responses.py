@@ -8,7 +8,6 @@ import re
 import zlib
 from collections.abc import Iterable
 
-from router.state.replicas import Replica
 from router.types import ReplicaId
 
 PREFIX = "/v1/responses/"
@@ -28,12 +27,12 @@ def parse_path(path: str) -> tuple[str, bool] | None:
     return None if found is None else (found[1], found[2] is not None)
 
 
-def keeper_of(stored_id: str, replicas: Iterable[Replica]) -> Replica | None:
+def keeper_of(stored_id: str, replicas: Iterable[ReplicaId]) -> ReplicaId | None:
     """The replica that keeps this response, if it is one of these."""
     if not stored_id.startswith("resp_"):
         return None
     tag = stored_id[-_TAG_HEX:]
-    return next((replica for replica in replicas if _tag(replica.id) == tag), None)
+    return next((replica for replica in replicas if _tag(replica) == tag), None)
 
 
 def _tag(replica_id: ReplicaId) -> str:

@@ -2,7 +2,7 @@
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple, NewType, Protocol
+from typing import NamedTuple, NewType
 
 from protocol.status import ReplicaStatus
 
@@ -42,6 +42,14 @@ class Endpoint(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+class CacheFacts(NamedTuple):
+    """An engine's KV cache, as its metrics describe it. Tokens; None: not known."""
+
+    capacity_tokens: int | None  # of each rank
+    block_tokens: int | None
+    ranks: int  # data-parallel ranks behind its port, each with a cache of its own
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
     """What one probe of a replica found. `problem` is set when it must not get requests, and says why."""
@@ -51,19 +59,5 @@ class Observation:
     engine: Endpoint | None = None  # unknown until the first answer of an agent
     models: tuple[str, ...] | None = None  # None: not asked in this probe
     status: ReplicaStatus | None = None  # only from an agent
-
-
-class Candidate(Protocol):
-    """What a placement policy may know of a replica."""
-
-    @property
-    def id(self) -> ReplicaId: ...
-    @property
-    def in_flight(self) -> int: ...
-
-
-class RequestInfo(NamedTuple):
-    """What a placement policy may know of a request."""
-
-    model: str
-    body_bytes: int
+    cache: CacheFacts | None = None  # None: not asked in this probe, or not told
+    is_gone: bool = False  # nobody listens: what does so next is another process, with an empty cache

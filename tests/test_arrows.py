@@ -24,7 +24,7 @@ ROUTER_RINGS = [
     {"router.state", "router.config"},
     {"router.edge"},
     {"router.exchange", "router.auth", "router.cors", "router.attempts", "router.stored_responses"},
-    {"router.reply", "router.request_body", "router.continuing"},
+    {"router.reply", "router.request_body", "router.continuing", "router.journal", "router.placing"},
     {"router.relay"},
     {"router.forwarding"},
     {"router.stored_forwarding"},
@@ -32,7 +32,11 @@ ROUTER_RINGS = [
     {"router.openapi", "router.openapi_schemas"},
     {"router.api", "router.admin"},
     {"router.app"},
+    {"router.workers"},
+    {"router.sim"},  # nothing of the router knows of it
 ]
+# What the simulator may use of the router: what decides, and nothing that acts.
+SIMULATED = ("protocol", "router.types", "router.policy", "router.admission", "router.sim")
 # A pure ring neither waits nor reads a clock nor does I/O.
 PURE = ("router/policy", "router/admission", "router/request", "router/stream", "router/state")
 IMPURE_MODULES = {"asyncio", "time", "socket", "httpx", "os", "logging"}
@@ -83,6 +87,14 @@ def test_the_rings_of_the_router_point_inwards() -> None:
         for imported in imports_of(path):
             other = ring_of(imported)
             assert other is None or other <= own, f"{name} imports {imported}, which lies further out"
+
+
+def test_the_simulator_uses_only_what_decides() -> None:
+    """A run on virtual time touches no socket, no clock and no state of a running router."""
+    for path in modules("router/sim"):
+        ours = {name for name in imports_of(path) if name.split(".")[0] in ARROWS}
+        wrong = {name for name in ours if not any(name == allowed or name.startswith(allowed + ".") for allowed in SIMULATED)}
+        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
 
 
 def test_policy_and_state_do_no_io_and_read_no_clock() -> None:

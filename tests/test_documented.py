@@ -1,5 +1,6 @@
 """What the documents list is what the code has: settings, metrics, and the files of the map."""
 
+import random
 import re
 from dataclasses import fields
 from enum import StrEnum
@@ -8,9 +9,14 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from router.admission.dispatcher import Dispatcher
 from router.config import RouterSettings
 from router.edge.metrics import RouterMetrics
+from router.edge.placement_metrics import PlacementMetrics
+from router.edge.sharing import Sharing
+from router.edge.sharing_metrics import SharingCollector
 from router.outcome import ContinuationOutcome, Outcome
+from router.policy.interface import Policy
 from router.state.replicas import ReplicaTable
 from server.metrics import AgentMetrics
 from server.settings import AgentSettings
@@ -70,6 +76,9 @@ def test_every_metric_is_documented_and_no_other() -> None:
     """A dashboard can be written from docs/metrics.md alone."""
     registry = CollectorRegistry()
     RouterMetrics(registry, ReplicaTable())
+    registry.register(PlacementMetrics(Dispatcher(Policy()), Policy()))
+    sharing = Sharing("redis://127.0.0.1:1", Policy(), router="a", incarnation=1, rng=random.Random(0))
+    registry.register(SharingCollector(sharing.report))
     exposed = {name for name in metric_names(registry) if "_process_" not in name}
     listed = set(first_column(section("metrics.md", "Router")))
     assert listed - {"intellect_router_process_*"} == exposed

@@ -1,10 +1,12 @@
 """One JSON line for each request's ending, written in batches and off the path of requests."""
 
 import asyncio
+import fcntl
 import logging
 import os
 import queue
 import threading
+from pathlib import Path
 
 import msgspec
 
@@ -47,13 +49,14 @@ class AccessLog:
     cannot be written are dropped and counted. Call `close` before the process ends.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, lock: Path | None = None, *, name: str = "access log") -> None:
+        """`lock` is a file that all processes share which write to the same stream, so that none breaks another's lines."""
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
         self._timer: asyncio.TimerHandle | None = None
-        self._writer = _WriterThread(descriptor)
+        self._writer = _WriterThread(descriptor, lock, name)
 
-    def write(self, record: AccessRecord) -> None:
+    def write(self, record: msgspec.Struct) -> None:
         self._encoder.encode_into(record, self._buffer, -1)
         self._buffer += b"\n"
         if len(self._buffer) >= FLUSH_BYTES:
@@ -79,14 +82,16 @@ class AccessLog:
 
 
 class _WriterThread:
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, lock: Path | None, name: str) -> None:
+        self._name = name
         self._descriptor = descriptor
+        self._lock = None if lock is None else lock.open("w")  # its own opening of the file: locks belong to openings
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._waiting_bytes = 0
         self._has_failed = False
         self.dropped_bytes = 0
         # A daemon: a reader that is stuck for good must not keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name="access log", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def take(self, lines: bytes) -> None:
@@ -103,17 +108,28 @@ class _WriterThread:
     def _run(self) -> None:
         while (lines := self._queue.get()) is not None:
             try:
-                left = memoryview(lines)
-                while left:
-                    left = left[os.write(self._descriptor, left) :]
+                self._write(lines)
                 self._has_failed = False
             except OSError as error:
                 self.dropped_bytes += len(lines)
                 if not self._has_failed:
-                    log.warning("the access log cannot be written, lines are dropped: %s", error.strerror)
+                    log.warning("the %s cannot be written, lines are dropped: %s", self._name, error.strerror)
                 self._has_failed = True
             finally:
                 self._waiting_bytes -= len(lines)
+        if self._lock is not None:
+            self._lock.close()
+
+    def _write(self, lines: bytes) -> None:
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            left = memoryview(lines)
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+        finally:
+            if self._lock is not None:
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
 
 
 class NoAccessLog:

@@ -9,12 +9,12 @@ from urllib.parse import urlsplit
 from protocol.status import ReplicaStatus
 from router.config import ConfigError, check_replica_url
 from router.edge.agent_client import ControlClient, ControlError, ControlRefused, ControlTimeout, observation_of
-from router.edge.engine_metrics import read_progress
+from router.edge.engine_metrics import read_cache, read_progress
 from router.edge.upstream import UpstreamPool
 from router.state.health import after_refused, after_timeout
 from router.state.progress import ProgressWatch
 from router.state.replicas import Replica, ReplicaTable
-from router.types import Endpoint, Health, Observation, ReplicaId
+from router.types import CacheFacts, Endpoint, Health, Observation, ReplicaId
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +208,10 @@ class _Probe:
                     return await self._ask_agents_engine(status)
                 self._is_engine = True
             await self._control.engine_health(self._url, PROBE_TIMEOUT_S)
-            return Observation(Health.READY, engine=endpoint_of(self._url), models=await self._models(self._url))
+            engine = endpoint_of(self._url)
+            models = await self._models(self._url)
+            cache = None if models is None else await self._cache(engine)
+            return Observation(Health.READY, engine=engine, models=models, cache=cache)
         except ControlError:
             self._is_engine, self._asked_models = False, None
             raise
@@ -224,8 +227,16 @@ class _Probe:
             engine_url = status.engine_url.rstrip("/")
             await self._control.engine_health(engine_url, PROBE_TIMEOUT_S)
             models = await self._models(engine_url)
-            return observation if models is None else dataclasses.replace(observation, models=models)
+            if models is None:
+                return observation
+            return dataclasses.replace(observation, models=models, cache=await self._cache(endpoint_of(engine_url)))
         return observation
+
+    async def _cache(self, engine: Endpoint) -> CacheFacts | None:
+        try:
+            return read_cache(await self._control.engine_metrics(engine, PROBE_TIMEOUT_S))
+        except ControlError:
+            return None  # it serves without them, only placement knows less
 
     async def _models(self, engine_url: str) -> tuple[str, ...] | None:
         """None in most probes: what was heard last still holds."""

@@ -26,7 +26,7 @@ DURATION_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 12
 FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
-class _Distribution:
+class Distribution:
     """How many values fell into each bucket, and their sum."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
@@ -40,8 +40,9 @@ class _Distribution:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
-    def expose(self, family: HistogramMetricFamily, labels: list[str]) -> None:
-        total, buckets = 0, []
+    def expose(self, family: HistogramMetricFamily, labels: list[str], *, zeros: int = 0) -> None:
+        """`zeros`: how many more values there were, all of them 0."""
+        total, buckets = zeros, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
             buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), total))
@@ -53,8 +54,8 @@ class RouterMetrics:
 
     def __init__(self, registry: CollectorRegistry, table: ReplicaTable) -> None:
         self._requests: defaultdict[tuple[str, str, Outcome], int] = defaultdict(int)
-        self._durations: dict[tuple[str, str], _Distribution] = {}
-        self._first_bytes: dict[tuple[str, str], _Distribution] = {}
+        self._durations: dict[tuple[str, str], Distribution] = {}
+        self._first_bytes: dict[tuple[str, str], Distribution] = {}
         self._prompt_tokens: defaultdict[str, int] = defaultdict(int)
         self._cached_tokens: defaultdict[str, int] = defaultdict(int)
         self._completion_tokens: defaultdict[str, int] = defaultdict(int)
@@ -83,14 +84,14 @@ class RouterMetrics:
         key = (route, model)
         durations = self._durations.get(key)
         if durations is None:
-            durations = self._durations[key] = _Distribution(DURATION_BUCKETS)
+            durations = self._durations[key] = Distribution(DURATION_BUCKETS)
         durations.add(duration_s)
 
     def first_byte(self, route: str, model: str, seconds: float) -> None:
         key = (route, model)
         first_bytes = self._first_bytes.get(key)
         if first_bytes is None:
-            first_bytes = self._first_bytes[key] = _Distribution(FIRST_BYTE_BUCKETS)
+            first_bytes = self._first_bytes[key] = Distribution(FIRST_BYTE_BUCKETS)
         first_bytes.add(seconds)
 
     def tokens(self, model: str, usage: Usage) -> None:

@@ -8,6 +8,7 @@ from msgspec import UNSET, Raw
 from protocol.openai import InvalidRequestError, Surface, decode_body, find_remote_url
 from router.outcome import ContinuationOutcome
 from router.request.continuation_rules import never_continues, prompts_in
+from router.request.prompt_bytes import NO_PROMPT, PromptPlace, prompt_place
 from router.request.raw_fields import RawFields, read_fields
 from router.request.schema import (
     ABSENT,
@@ -27,6 +28,7 @@ SCHEMA_BYTES_MAX = 64 * 1024
 TOOLS_BYTES_MAX = 1024 * 1024
 REGEX_CHARS_MAX = 4096
 
+_DIGITS_MAX = 10  # of a number of tokens
 _SURFACE = ContinuationOutcome.SURFACE  # to look a member of an enum up takes 0.1 us, which every request would pay
 
 
@@ -43,6 +45,8 @@ class RequestFacts(msgspec.Struct, frozen=True, gc=False):
     sends_stream_options: bool  # the key stands in the body, be it with null
     sends_request_id: bool
     previous_response_id: str | None = None  # a stored response that this one follows
+    prompt: PromptPlace = NO_PROMPT
+    output_max: int | None = None  # tokens of each choice; None: no limit, or one that the engine will refuse
 
 
 def read_request(surface: Surface, body: bytes) -> RequestFacts:
@@ -57,10 +61,12 @@ def read_request(surface: Surface, body: bytes) -> RequestFacts:
     _check_urls(fields)
     stream, n, choices, strips_usage, sends_stream_options = False, 1, 1, False, False
     prompt_cache_key: str | None = None
+    output_max: int | None = None
     refusal: ContinuationOutcome | None = _SURFACE
     if isinstance(fields, GeneratingFields):
         stream = fields.stream is True
         prompt_cache_key = fields.prompt_cache_key
+        output_max = _output_max(fields)
         _check_sizes(fields)
         if isinstance(fields, OpenAIFields):
             n = 1 if fields.n is None else fields.n
@@ -86,7 +92,17 @@ def read_request(surface: Surface, body: bytes) -> RequestFacts:
         sends_stream_options,
         fields.request_id is not UNSET,
         fields.previous_response_id if isinstance(fields, ResponsesFields) else None,
+        prompt_place(body, fields),
+        output_max,
     )
+
+
+def _output_max(fields: GeneratingFields) -> int | None:
+    for value in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens):
+        if value is not ABSENT:
+            digits = bytes(value)
+            return int(digits) if digits.isdigit() and len(digits) < _DIGITS_MAX else None
+    return None
 
 
 def engine_body(

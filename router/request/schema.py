@@ -66,6 +66,10 @@ class GeneratingFields(CommonFields, gc=False):
 
     stream: bool | None = None
     prompt_cache_key: str | None = None
+    # The engine checks it; here it only tells how long an answer may become.
+    max_tokens: Raw = ABSENT
+    max_completion_tokens: Raw = ABSENT
+    max_output_tokens: Raw = ABSENT
     tools: Raw = ABSENT
     structured_outputs: Raw = ABSENT
     guided_choice: None = None

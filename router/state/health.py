@@ -9,7 +9,7 @@ TIMEOUTS_TO_EJECT = 3
 
 def after_refused(reason: str) -> tuple[Observation, int]:
     """A probe or a request could not connect, or the connection was reset."""
-    return Observation(Health.DOWN, reason), TIMEOUTS_TO_EJECT
+    return Observation(Health.DOWN, reason, is_gone=True), TIMEOUTS_TO_EJECT
 
 
 def after_timeout(before: Observation, failed_probes: int, reason: str) -> tuple[Observation, int]:

@@ -8,8 +8,9 @@ never goes below.
 from collections.abc import Collection, Mapping, Sequence
 
 from protocol.status import ReplicaStatus, checkpoint_label
+from router.policy.interface import Policy, ReplicaFacts
 from router.state.breaker import Breaker, BreakerState
-from router.types import PLACEABLE, Endpoint, Health, Observation, ReplicaId, Verdict
+from router.types import PLACEABLE, CacheFacts, Endpoint, Health, Observation, ReplicaId, Verdict
 
 
 class Replica:
@@ -17,8 +18,10 @@ class Replica:
 
     __slots__ = (
         "breaker",
+        "cache",
         "draining",
         "endpoint",
+        "facts",
         "failed_probes",
         "id",
         "in_flight",
@@ -37,6 +40,8 @@ class Replica:
         self.models: tuple[str, ...] = ()
         self.observed = Observation(Health.UNKNOWN, "not probed yet")
         self.status: ReplicaStatus | None = None  # the agent's last word, kept while the replica is down; None without agent
+        self.cache: CacheFacts | None = None
+        self.facts = ReplicaFacts(replica_id)
         self.in_flight = 0
         self.draining = False  # by order of the operator; a drain that the agent reports is in `observed`
         self.removed = False
@@ -99,18 +104,23 @@ class Lease:
 
 
 class ReplicaTable:
-    def __init__(self) -> None:
+    """`policy` is told of each change of what it may know."""
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self._policy = Policy() if policy is None else policy
         self._replicas: dict[ReplicaId, Replica] = {}
         self._departing: set[Replica] = set()  # removed, with requests still in flight
         # Both are rebuilt when health or models change, so that a request only looks them up.
         self._served: dict[str, list[Replica]] = {}
         self._placeable: dict[str, list[Replica]] = {}
+        self._placeable_ids: dict[str, list[ReplicaId]] = {}
 
     def add(self, replica_id: ReplicaId, url: str) -> Replica:
         """Raises KeyError if the id is already in the table."""
         if replica_id in self._replicas:
             raise KeyError(replica_id)
         replica = self._replicas[replica_id] = Replica(replica_id, url)
+        self._policy.changed(replica.facts)
         return replica
 
     def remove(self, replica_id: ReplicaId) -> Replica:
@@ -119,6 +129,7 @@ class ReplicaTable:
         replica.removed = True
         if replica.in_flight:
             self._departing.add(replica)
+        self._policy.removed(replica_id)
         self._rebuild()
         return replica
 
@@ -135,14 +146,20 @@ class ReplicaTable:
 
     def observe(self, replica: Replica, observation: Observation, failed_probes: int) -> None:
         """Takes over what a probe, or a failed request, has shown. A replica that was removed meanwhile stays removed."""
+        has_restarted = observation.is_gone and not replica.observed.is_gone
         replica.failed_probes = failed_probes
         replica.observed = observation
         if observation.engine is not None:
             replica.endpoint = observation.engine
         if observation.models is not None:
             replica.models = observation.models
+        if observation.cache is not None:
+            replica.cache = observation.cache
         if observation.status is not None:
-            replica.status = observation.status
+            before, replica.status = replica.status, observation.status
+            has_restarted = has_restarted or (before is not None and before.engine_pid != observation.status.engine_pid)
+        if not replica.removed:
+            self._tell_policy(replica, has_restarted)
         self._rebuild()
 
     def candidates(self, model: str, exclude: Collection[Replica] = ()) -> list[Replica]:
@@ -150,6 +167,12 @@ class ReplicaTable:
         if not exclude:
             return self._placeable.get(model) or []
         return self._best_of([replica for replica in self._served.get(model, ()) if replica not in exclude])
+
+    def candidate_ids(self, model: str, exclude: Collection[Replica] = ()) -> Sequence[ReplicaId]:
+        """The ids of `candidates`, in a sequence that stays the same object until something changes."""
+        if not exclude:
+            return self._placeable_ids.get(model) or ()
+        return [replica.id for replica in self.candidates(model, exclude)]
 
     def lease(self, replica: Replica) -> Lease:
         assert replica.endpoint is not None, "only replicas with a known engine are candidates"
@@ -191,6 +214,14 @@ class ReplicaTable:
     def is_ready(self) -> bool:
         return bool(self._placeable)
 
+    def _tell_policy(self, replica: Replica, has_restarted: bool) -> None:
+        facts = facts_of(replica)
+        if facts != replica.facts:
+            replica.facts = facts
+            self._policy.changed(facts)
+        if has_restarted:
+            self._policy.restarted(replica.id)
+
     def _free_slot(self, replica: Replica) -> None:
         if replica.breaker.trial_abandoned():
             self._rebuild()
@@ -211,13 +242,14 @@ class ReplicaTable:
             self._departing.discard(replica)
 
     def _rebuild(self) -> None:
-        self._served, self._placeable = {}, {}
+        self._served, self._placeable, self._placeable_ids = {}, {}, {}
         for replica in self._replicas.values():
             for model in replica.models:
                 self._served.setdefault(model, []).append(replica)
         for model, replicas in self._served.items():
             if chosen := self._best_of(replicas):
                 self._placeable[model] = chosen
+                self._placeable_ids[model] = [replica.id for replica in chosen]
 
     @staticmethod
     def _best_of(replicas: Sequence[Replica]) -> list[Replica]:
@@ -225,3 +257,17 @@ class ReplicaTable:
             if chosen := [replica for replica in replicas if replica.health is health and replica.endpoint is not None]:
                 return chosen
         return []
+
+
+def facts_of(replica: Replica) -> ReplicaFacts:
+    """What placement may know of a replica."""
+    status, cache = replica.status, replica.cache
+    return ReplicaFacts(
+        replica.id,
+        version=replica.checkpoint or "",
+        kv_capacity_tokens=(None if cache is None else cache.capacity_tokens)
+        or (None if status is None else status.kv_capacity_tokens),
+        kv_block_tokens=(None if cache is None else cache.block_tokens) or (None if status is None else status.kv_block_size),
+        ranks=1 if cache is None else cache.ranks,
+        group=None if status is None else status.expert_parallel_group,
+    )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 
+from router.edge.kv_endpoints import KvEndpoints
 from tests.ports import free_port
 from tests.router.process import ROOT, RouterProcess, start_router
 from tests.waiting import wait_until
@@ -27,6 +28,7 @@ class RealStack:
     engine: str
     folder: Path  # with the variants of tests.real.tiny_glm
     store: Path
+    kv_events: KvEndpoints
 
     @property
     def answers(self) -> dict[str, str]:
@@ -56,13 +58,20 @@ class RealStack:
 def start_real_stack(folder: Path) -> Iterator[RealStack]:
     subprocess.run([sys.executable, "-m", "tests.real.tiny_glm", str(folder)], cwd=ROOT, check=True, capture_output=True)
     store = folder / "store"
-    port, admin_port = free_port(), free_port()
+    port, admin_port, events_port, replay_port = (free_port() for _ in range(4))
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{events_port}",
+        "replay_endpoint": f"tcp://*:{replay_port}",
+    }
     log_path = folder / "replica.log"
     command = [
         *(sys.executable, "-m", "intellect", "replica", "--preset", "cpu"),
         *("--model", str(folder / "first"), "--served-model-name", MODEL, "--store", str(store)),
         *("--port", str(port), "--admin-port", str(admin_port)),
         *("--", "--enable-expert-parallel", "--max-model-len", "2048", "--max-num-seqs", "32"),
+        *("--kv-events-config", json.dumps(events)),
     ]
     with log_path.open("wb") as log:
         agent = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT, env=dict(os.environ))
@@ -70,7 +79,8 @@ def start_real_stack(folder: Path) -> Iterator[RealStack]:
         agent_url = f"http://127.0.0.1:{admin_port}"
         wait_until(lambda: _is_ready(agent, agent_url, log_path), START_TIMEOUT_S, f"vLLM; see {log_path}")
         with start_router([agent_url], "--debug-headers") as router:
-            yield RealStack(router, agent_url, f"http://127.0.0.1:{port}", folder, store)
+            kv_events = KvEndpoints(f"tcp://127.0.0.1:{events_port}", f"tcp://127.0.0.1:{replay_port}")
+            yield RealStack(router, agent_url, f"http://127.0.0.1:{port}", folder, store, kv_events)
     finally:
         agent.send_signal(signal.SIGTERM)
         try:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from router.config import ConfigError, ModelSettings, RouterSettings, load_settings
-from router.policy.choose import PolicyName
+from router.policy.catalogue import PolicyName
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -22,7 +22,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
     assert (settings.port, settings.admin_port, settings.health_interval_s) == (1000, 2001, 5.0)
     assert settings.api_key == ("k1", "k2")
     assert settings.replica == ("http://a:1",)
-    assert settings.policy is PolicyName.LEAST_LOADED
+    assert settings.policy is PolicyName.PREDICTED
 
 
 def test_without_anything_the_defaults_hold() -> None:
@@ -47,7 +47,7 @@ def test_without_anything_the_defaults_hold() -> None:
         (None, {"INTELLECT_REQUIRE_KEYS": "maybe"}, {}, "INTELLECT_REQUIRE_KEYS is 'maybe': use true or false"),
         (None, {}, {"port": 70000}, "port 70000"),
         (None, {}, {"port": 9, "admin_port": 9}, "a port of its own"),
-        (None, {}, {"policy": "magic"}, "--policy is 'magic', but must be one of least_loaded"),
+        (None, {}, {"policy": "magic"}, "--policy is 'magic', but must be one of predicted, least_loaded"),
         (None, {}, {"replica_file": "/nowhere/replicas.txt"}, "replica_file /nowhere/replicas.txt: there is no such file"),
         (None, {}, {"health_interval_s": 0}, "health_interval_s 0.0: must be a number greater than 0"),
         (None, {}, {"drain_timeout_s": -1}, "drain_timeout_s"),
@@ -73,6 +73,19 @@ def test_without_anything_the_defaults_hold() -> None:
         (None, {}, {"require_keys": True, "allow_anonymous": True, "api_key": ("k",)}, "contradict"),
         (None, {}, {"host": "0.0.0.0"}, "--allow-anonymous"),
         (None, {}, {"admin_host": "::"}, "--admin-token"),
+        (None, {}, {"workers": 0}, "workers 0: must be from 1 to 256"),
+        (None, {"INTELLECT_WORKERS": "many"}, {}, "INTELLECT_WORKERS is 'many': must be a whole number"),
+        (None, {}, {"redis": "localhost:6379"}, r"redis 'localhost:6379': give redis://"),
+        (None, {}, {"redis": "http://localhost:6379"}, "give redis://"),
+        (None, {}, {"redis": "redis://"}, "give redis://"),
+        (None, {}, {"redis": "redis://h:0"}, "give redis://"),
+        (None, {}, {"redis": "redis://h:99999"}, "give redis://"),
+        (None, {}, {"redis": "redis://h?socket_timeout=9"}, "give redis://"),
+        (None, {}, {"redis": "unix://"}, "give redis://"),
+        (None, {}, {"redis": "redis://[::::]:1"}, "give redis://"),
+        (None, {}, {"redis": "redis://h?ssl_ca_certs=/ca.pem"}, "give redis://"),
+        (None, {"INTELLECT_REDIS": "redis://u:p@ss@h"}, {}, r"redis '\*\*\*@h': give redis://"),
+        ("[router]\nredis_channel = ''\n", {}, {}, "redis_channel is empty"),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named_with_its_remedy(
@@ -88,6 +101,22 @@ def test_a_missing_file_is_an_error() -> None:
     """A wrong path is not taken for an empty configuration."""
     with pytest.raises(ConfigError, match="cannot be read"):
         load_settings(Path("/nowhere/router.toml"), {}, {})
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://localhost",
+        "redis://10.0.0.1:6380/0",
+        "redis://:secret%40word@redis.internal:6379",
+        "rediss://user:secret@[::1]:6379/?ssl_ca_certs=/etc/ca.pem",
+        "unix:///run/redis.sock",
+        "unix://:secret@/run/redis.sock",
+    ],
+)
+def test_every_usual_way_to_name_a_redis_is_taken(url: str) -> None:
+    """As the client library spells them."""
+    assert load_settings(None, {"INTELLECT_REDIS": url}, {}).redis == url
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.8.8"])

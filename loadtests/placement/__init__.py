@@ -1,0 +1,1 @@
+"""Checks of the simulator: against a real engine's times, and against the real router over HTTP."""

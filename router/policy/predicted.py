@@ -1,0 +1,402 @@
+"""The default policy: a request goes where predicted seconds are fewest, from exact accounts and what was learned online.
+
+For a request with `u` tokens that a replica would have to compute (its prompt less what its KV cache holds), a context of
+`x` tokens and an answer of about `E`, on a replica with `q` tokens of prompts queued and `n` sequences decoding:
+
+    wait    = q / r                           prompts before it that are not computed yet
+    own     = u / r * (1 + s * n)             its own; those that decode stand still meanwhile
+    step    = c0 + c1 * L                     the step that gives the first token; L = n + their tokens / 2000
+    decode  = d * E / 2 * c1 * (L + n + n * x / 2000)   how much slower it and the others decode for each other
+    evict   = e * (tokens beyond the empty part of the KV cache) / r     cached prefixes that it drives out
+    room    = (tokens beyond what nobody needs) * (p / r + E * step / k) preemption, and the wait until KV is released
+
+Prefill rate `r` and the decode step `c0, c1` are learned from each first token and each end; `q`, `n`, `L` and the KV in use
+`k` are counted from reservation to release, so they are right at once and need no metrics of the engine. `s`, `d`, `e` and
+`p` are the prices of PredictedSettings, found with the simulator. Equal costs are decided by chance.
+"""
+
+import math
+import random
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from functools import partial
+from heapq import heappop, heappush
+
+from protocol.usage import Usage
+from router.policy.cost import CostTerms, PredictedSettings
+from router.policy.exact_cache import ExactCaches, Rank
+from router.policy.interface import Coverage, PlacementRequest, Policy, ReplicaFacts, Ticket
+from router.policy.learning import Learned
+from router.policy.prefix_index import Hit, PrefixIndex
+from router.policy.targets import BATCH_MAX, Account, PredictedTicket, Prices, Target
+from router.types import ReplicaId
+
+# What the index keeps of a replica that does not say how much its KV cache holds.
+CAPACITY_TOKENS = 262_144
+# Bytes of prompts that the index keeps in all: about 1 GiB of memory when they are 256-byte chunks.
+INDEX_BYTES_MAX = 1 << 30
+# Clients' session ids that are remembered, most recently used.
+SESSIONS_MAX = 65_536
+# What a running request has generated, on average over its time.
+HALF_AN_ANSWER = 0.5
+# Samples of the prefill rate between two refreshes of replicas to which nothing happens.
+REFRESH_EVERY = 64
+
+
+class Predicted(Policy):
+    uses_prompt = True
+
+    def __init__(self, rng: random.Random, settings: PredictedSettings | None = None) -> None:
+        self._rng = rng
+        self._settings = PredictedSettings() if settings is None else settings
+        self._learned = Learned()
+        self._index = PrefixIndex()
+        self._exact = ExactCaches()
+        self._targets: dict[ReplicaId, list[Target]] = {}
+        self._facts: dict[ReplicaId, ReplicaFacts] = {}
+        self._sessions: OrderedDict[str, tuple[Target, int, int]] = OrderedDict()  # -> where, in which epoch, how many bytes
+        self._unseen: list[tuple[float, int, PredictedTicket]] = []  # heap by when a first token that nobody sees is due
+        self._placed = 0
+        # Of what was learned, as it was at the last refresh of all.
+        self._refreshed_at = 0  # samples
+        self._prices = self._new_prices()
+        self._bytes_per_token = self._learned.bytes_per_token_max  # caches are not taken for larger than they are
+        self._asked: Sequence[ReplicaId] = ()
+        self._asked_targets: list[Target] = []
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        """The accounts of each KV cache, for metrics."""
+        return [target for ranks in self._targets.values() for target in ranks]
+
+    def accounts(self) -> list[Account]:
+        """The same of each replica as a whole."""
+        accounts = []
+        for replica, ranks in self._targets.items():
+            chunks = sum(self._index.entries_of(target.slot) for target in ranks if target.slot is not None)
+            capacities = [target.capacity for target in ranks if target.capacity is not None]
+            kv_tokens = sum(target.kv_tokens for target in ranks)
+            accounts.append(Account(replica, chunks, kv_tokens, sum(capacities) if capacities else None))
+        return accounts
+
+    def in_flight(self, replica: ReplicaId) -> int:
+        return sum(target.in_flight for target in self._targets.get(replica, ()))
+
+    def place(self, request: PlacementRequest, candidates: Sequence[ReplicaId], now: float) -> Ticket | None:
+        if self._unseen and self._unseen[0][0] <= now:
+            self._begin_unseen(now)
+        targets = self._asked_targets if candidates is self._asked else self._targets_of(candidates)
+        learned = self._learned
+        tokens_per_byte = 1.0 / learned.bytes_per_token(request.model)
+        prompt = request.prompt
+        size, chunks = prompt.size, prompt.chunks
+        hits = self._index.lookup(prompt) if chunks else []
+        held = self._held(request, hits) if hits or request.affinity is not None or request.blocks else {}
+        output = learned.lengths.expected(request.model, chunks[0] if chunks else 0, request.output_max)
+        context = size * tokens_per_byte + HALF_AN_ANSWER * output
+        ties_s = self._settings.ties_s
+        best: list[Target] = []
+        least = bound = math.inf
+        uncached = size * tokens_per_byte
+        for target in targets:
+            if held:
+                uncached = (size - held.get(target.slot, 0)) * tokens_per_byte
+            cost = (
+                target.base_s + uncached * target.token_price + output * (target.decode_price + context * target.context_price)
+            )
+            needed = uncached + output
+            if needed > target.empty:
+                cost += (needed - target.empty) * target.evict_price
+                if needed > target.free:
+                    cost += (needed - target.free) * target.room_price
+            if cost < bound:
+                if cost < least - ties_s:
+                    best = [target]
+                    least = cost
+                    bound = least + ties_s
+                else:
+                    best.append(target)
+        target = best[0] if len(best) == 1 else best[int(self._rng.random() * len(best))]
+        if not self._can_start(target, (size - held.get(target.slot, 0)) * tokens_per_byte):
+            return None
+        return self._reserve(request, target, hits, held, output, now)
+
+    def explain(self, request: PlacementRequest, candidates: Iterable[ReplicaId]) -> list[CostTerms]:
+        """The terms of each candidate's cost, as `place` would see them now."""
+        tokens_per_byte = 1.0 / self._learned.bytes_per_token(request.model)
+        prompt = request.prompt
+        held = self._held(request, self._index.lookup(prompt))
+        output = self._expected_output(request)
+        context = prompt.size * tokens_per_byte + HALF_AN_ANSWER * output
+        terms = []
+        for target in self._targets_of(list(candidates)):
+            cached = held.get(target.slot, 0) * tokens_per_byte
+            uncached = prompt.size * tokens_per_byte - cached
+            wait = target.queued * target.token_s
+            needed = uncached + output
+            terms.append(
+                CostTerms(
+                    target.replica,
+                    target.rank,
+                    cached,
+                    wait=wait,
+                    own=uncached * target.token_price,
+                    step=target.base_s - wait,
+                    decode=output * (target.decode_price + context * target.context_price),
+                    evict=max(0.0, needed - target.empty) * target.evict_price,
+                    room=max(0.0, needed - target.free) * target.room_price,
+                    is_startable=self._can_start(target, uncached),
+                )
+            )
+        return terms
+
+    def adopt(self, request: PlacementRequest, replica: ReplicaId, rank: int, now: float) -> Ticket:
+        ranks = self._of(replica)
+        target = ranks[min(rank, len(ranks) - 1)]
+        hits = self._index.lookup(request.prompt)
+        return self._reserve(request, target, hits, self._held(request, hits), self._expected_output(request), now)
+
+    def first_token(self, ticket: Ticket, now: float) -> None:
+        assert isinstance(ticket, PredictedTicket)
+        ticket.is_seen = True
+        if ticket.began_at is None:
+            ticket.target.begin(ticket, now)
+        self._learned.first_token(ticket, now - ticket.placed_at)
+        self._refresh(ticket.target)
+
+    def ended(self, ticket: Ticket, usage: Usage | None, now: float) -> None:
+        assert isinstance(ticket, PredictedTicket)
+        target, prompt = ticket.target, ticket.request.prompt
+        target.release(ticket)
+        ticket.has_ended = True
+        trust = target.trust
+        if usage is not None:
+            self._learned.ended(ticket, usage, now)
+        if ticket.request.blocks:
+            self._exact.learn(prompt, ticket.request.blocks)
+        if target.slot is not None and target.epoch == ticket.epoch:
+            # Without a first token or an answer the prompt may never have been computed.
+            was_computed = usage is not None or ticket.began_at is not None
+            computed = None if was_computed else ticket.hit_chunks
+            self._index.end(target.slot, prompt.chunks, computed=computed, reserved=ticket.reserved)
+            if usage is not None:
+                answer_size = int(usage.completion * self._learned.bytes_per_token(ticket.request.model))
+                self._index.answered(target.slot, prompt, answer_size)
+            if target.trust < trust:
+                self._bound(target)
+        self._refresh(target)
+
+    def changed(self, facts: ReplicaFacts) -> None:
+        before = self._facts.get(facts.id)
+        self._facts[facts.id] = facts
+        if before is None or before.ranks != facts.ranks:
+            self._close(facts.id)
+            self._targets[facts.id] = [Target(facts.id, rank) for rank in range(max(1, facts.ranks))]
+            self._asked = ()
+        elif before.version != facts.version:
+            self._renew(self._targets[facts.id])
+        for target in self._targets[facts.id]:
+            target.capacity = None if not facts.kv_capacity_tokens else float(facts.kv_capacity_tokens)
+            target.batch_max = facts.batch_max or BATCH_MAX
+            if target.slot is None:
+                target.slot = self._index.open(0)
+            self._bound(target)
+        self._regroup()
+
+    def removed(self, replica: ReplicaId) -> None:
+        self._close(replica)
+        self._exact.removed(replica)
+        self._targets.pop(replica, None)
+        self._facts.pop(replica, None)
+        self._asked = ()
+        self._regroup()
+
+    def restarted(self, replica: ReplicaId) -> None:
+        self._renew(self._targets.get(replica, ()))
+        self._exact.restarted(replica)
+
+    def stored(self, replica: ReplicaId, rank: int, blocks: Sequence[int], now: float) -> None:
+        self._exact.stored((replica, rank), blocks)
+
+    def evicted(self, replica: ReplicaId, rank: int, blocks: Sequence[int], now: float) -> None:
+        target = self._target_of((replica, rank))
+        drop = None if target is None or target.slot is None else partial(self._index.drop, target.slot)
+        self._exact.evicted((replica, rank), blocks, drop)
+
+    def cleared(self, replica: ReplicaId, rank: int, now: float) -> None:
+        self._exact.cleared((replica, rank))
+        self._renew(self._targets.get(replica, ())[rank : rank + 1])
+
+    def forgotten(self, replica: ReplicaId, rank: int, blocks: Sequence[int], now: float) -> None:
+        self._exact.evicted((replica, rank), blocks)
+
+    def trusted(self, replica: ReplicaId, rank: int, coverage: Coverage, now: float) -> None:
+        self._exact.trusted((replica, rank), coverage)
+
+    def _renew(self, targets: Sequence[Target]) -> None:
+        """Their caches are lost."""
+        for target in targets:
+            self._close_alone(target)
+            target.slot = self._index.open(0)
+            target.trust = 1.0
+            self._bound(target)
+
+    def _close(self, replica: ReplicaId) -> None:
+        for target in self._targets.get(replica, ()):
+            self._close_alone(target)
+
+    def _close_alone(self, target: Target) -> None:
+        if target.slot is not None:
+            self._index.close(target.slot)
+            target.slot = None
+            target.epoch += 1
+
+    def _target_of(self, rank: Rank) -> Target | None:
+        """None for a rank that does not exist, or not any more."""
+        ranks = self._targets.get(rank[0], ())
+        return ranks[rank[1]] if rank[1] < len(ranks) else None
+
+    def _of(self, replica: ReplicaId) -> list[Target]:
+        ranks = self._targets.get(replica)
+        if ranks is None:
+            self.changed(ReplicaFacts(replica))
+            ranks = self._targets[replica]
+        return ranks
+
+    def _targets_of(self, candidates: Sequence[ReplicaId]) -> list[Target]:
+        """In the order of the candidates. A sequence that is asked about again and again is looked up once."""
+        targets = [target for replica in candidates for target in self._of(replica)]
+        self._asked, self._asked_targets = candidates, targets
+        return targets
+
+    def _regroup(self) -> None:
+        groups: dict[str, list[Target]] = {}
+        for replica, ranks in self._targets.items():
+            name = self._facts[replica].group or f"\n{replica}"  # the ranks of one port run in lockstep as well
+            groups.setdefault(name, []).extend(ranks)
+        for members in groups.values():
+            for target in members:
+                target.group = members
+                self._refresh_alone(target)
+
+    def _bound(self, target: Target) -> None:
+        """How much the index keeps of the target: what its KV cache holds, within what the router can hold of all."""
+        if target.slot is not None:
+            capacity = CAPACITY_TOKENS if target.capacity is None else target.capacity
+            fair = INDEX_BYTES_MAX // max(1, sum(map(len, self._targets.values())))
+            self._index.set_bound(target.slot, min(int(capacity * target.trust * self._bytes_per_token), fair))
+
+    def _expected_output(self, request: PlacementRequest) -> float:
+        chunks = request.prompt.chunks
+        return self._learned.lengths.expected(request.model, chunks[0] if chunks else 0, request.output_max)
+
+    def _held(self, request: PlacementRequest, hits: Sequence[Hit]) -> dict[int | None, int]:
+        """Bytes of the prompt that each slot holds, by slot; those that hold nothing are left out."""
+        held: dict[int | None, int] = {}
+        for hit in hits:
+            slots = hit.slots
+            while slots:
+                bit = slots & -slots
+                slots ^= bit
+                held[bit.bit_length() - 1] = hit.size
+        session = None if request.affinity is None else self._sessions.get(request.affinity)
+        if session is not None and session[0].epoch == session[1]:
+            # Worth what such a promise was worth before; where the index knows more, that counts.
+            slot = session[0].slot
+            promised = int(min(session[2], request.prompt.size) * self._learned.session_word.value)
+            if promised > held.get(slot, 0):
+                held[slot] = promised
+        if request.blocks and self._exact.is_heard:
+            self._exact.correct(held, request, self._index, self._target_of)
+        return held
+
+    def _can_start(self, target: Target, needed: float) -> bool:
+        """Whether a request that needs so many tokens of KV at its first token would begin there soon."""
+        if not target.has_room:
+            return False
+        if target.capacity is None or not target.in_flight:
+            return True
+        used = target.kv_tokens - HALF_AN_ANSWER * target.outputs
+        return used + needed <= self._settings.kv_full * target.capacity
+
+    def _reserve(
+        self,
+        request: PlacementRequest,
+        target: Target,
+        hits: Sequence[Hit],
+        held: dict[int | None, int],
+        output: float,
+        now: float,
+    ) -> PredictedTicket:
+        prompt = request.prompt
+        chunks = prompt.chunks
+        bytes_per_token = self._learned.bytes_per_token(request.model)
+        ticket = PredictedTicket(request, target, now)
+        ticket.cached_tokens = held.get(target.slot, 0) / bytes_per_token
+        ticket.uncached = prompt.size / bytes_per_token - ticket.cached_tokens
+        ticket.output = output
+        ticket.context = prompt.size / bytes_per_token + HALF_AN_ANSWER * output
+        ticket.kind = chunks[0] if chunks else 0
+        first_s = target.base_s + ticket.uncached * target.token_s
+        ticket.predicted_s = first_s + self._learned.prefill.intercept * target.pace_now
+        target.reserve(ticket)
+        if not request.streams:
+            self._placed += 1
+            heappush(self._unseen, (now + ticket.predicted_s, self._placed, ticket))
+        if target.slot is not None:
+            for hit in hits:
+                if hit.slots >> target.slot & 1:
+                    ticket.hit_chunks = hit.chunks
+                    if hit.tail:
+                        self._index.drop(target.slot, hit.tail)
+                    break
+            ticket.reserved = int(HALF_AN_ANSWER * output * bytes_per_token)
+            self._index.begin(target.slot, chunks, reserved=ticket.reserved)
+            if request.affinity is not None:
+                self._sessions[request.affinity] = (target, target.epoch, prompt.size)
+                self._sessions.move_to_end(request.affinity)
+                if len(self._sessions) > SESSIONS_MAX:
+                    self._sessions.popitem(last=False)
+        self._refresh(target)
+        return ticket
+
+    def _begin_unseen(self, now: float) -> None:
+        """Takes those prompts for computed whose time has come, where no stream shows it."""
+        while self._unseen and self._unseen[0][0] <= now:
+            ticket = heappop(self._unseen)[2]
+            if ticket.began_at is None and not ticket.has_ended:
+                ticket.target.begin(ticket, now)
+                self._refresh(ticket.target)
+
+    def _new_prices(self) -> Prices:
+        settings = self._settings
+        return Prices(
+            settings.decode,
+            settings.stall,
+            settings.preempted,
+            settings.evicted,
+            settings.startable_s,
+            self._learned.lengths.mean,
+        )
+
+    def _refresh(self, target: Target) -> None:
+        """After a change of its accounts. From time to time what was learned reaches those to which nothing happens, too."""
+        if self._learned.samples - self._refreshed_at >= REFRESH_EVERY:
+            self._refreshed_at = self._learned.samples
+            self._prices = self._new_prices()
+            self._bytes_per_token = self._learned.bytes_per_token_max
+            for other in self.targets:
+                self._bound(other)
+                self._refresh_alone(other)
+        elif len(target.group) == 1:
+            self._refresh_alone(target)
+        else:
+            for member in target.group:
+                self._refresh_alone(member)
+
+    def _refresh_alone(self, target: Target) -> None:
+        used = held = 0
+        if target.slot is not None and target.capacity is not None:
+            used, held = self._index.sizes(target.slot)
+        learned, ratio = self._learned, self._bytes_per_token
+        target.refresh(learned.prefill, learned.step, self._prices, prompts=used / ratio, held=held / ratio)

@@ -1,0 +1,1 @@
+"""The traffic that placement policies are compared on. `catalogue.SCENARIOS` lists it."""
