@@ -9,11 +9,12 @@ STATE_DIR ?=
 BENCH ?=
 SOAK ?=
 SIM ?=
+PLACEMENT ?=
 
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check bench sim soak clean
+.PHONY: help setup serve test check bench sim placement soak clean
 
 help:
 	@echo 'make serve    a served model on http://127.0.0.1:$(PORT), with everything it needs'
@@ -25,6 +26,8 @@ help:
 	@echo '              variables: BENCH=ARGUMENTS, such as BENCH="--only requests --routers ours"; BENCH=--help lists them'
 	@echo 'make sim      every placement policy on every workload, in a simulated fleet on virtual time'
 	@echo '              variables: SIM=ARGUMENTS, such as SIM="--policy predicted --workload agents"; SIM=--help lists them'
+	@echo 'make placement holds that simulator against the real router over HTTP, and against real vLLM on the CPU (6 minutes each)'
+	@echo '              variables: PLACEMENT=CHECK, one of calibrate, http-order [default], real-rank; PLACEMENT=--help lists more'
 	@echo 'make soak     mixed load while the replicas of the router fail at random, 20 minutes; fails if a promise is broken'
 	@echo '              variables: SOAK=ARGUMENTS, such as SOAK="--minutes 5 --seed 7"; SOAK=--help lists them'
 	@echo 'make setup    .venv with all dependencies; the others run it, and it is idempotent'
@@ -52,6 +55,9 @@ bench: setup
 
 sim: setup
 	@exec $(BIN)/intellect sim $(or $(SIM),--workload all --duration 60)
+
+placement: setup
+	@exec $(BIN)/python -m loadtests.placement $(or $(PLACEMENT),http-order)
 
 soak: setup
 	@exec $(BIN)/python -m loadtests.soak $(SOAK)

@@ -22,6 +22,7 @@ ALL = "all"
 EPILOG = epilog(
     "intellect sim --list",
     "intellect sim --policy predicted --policy least_loaded --workload agents --seeds 1,2,3",
+    "intellect sim --tuned --workload ladder_146 --load 1.5 --seeds 1,2,3,4,5",
     "intellect sim --policy cache_aware --setting cache_aware.threshold=0.5 --workload ladder_73 --load 0.5",
     "intellect sim --policy predicted --trace traffic.jsonl --replicas 8 --json result.json --plot result.html",
     "intellect sim --policy predicted --workload agents --routers 4 --sharing off",
@@ -51,6 +52,7 @@ def sim(
     setting: Annotated[
         list[str] | None, typer.Option(metavar="POLICY.KEY=VALUE", help="Setting of a policy; repeat for several.")
     ] = None,
+    tuned: Annotated[bool, typer.Option("--tuned", help="Rivals with the best settings that a search has found.")] = False,
     processes: Annotated[
         int | None, typer.Option(min=1, help="Runs at the same time [processors].", show_default=False)
     ] = None,
@@ -86,7 +88,7 @@ def sim(
         events=_switch("--events", events),
     )
     _check_outputs(json_file, plot)
-    settings = _settings(policy or [ALL], setting or [])
+    settings = _settings(policy or [ALL], setting or [], is_tuned=tuned)
     specs = _specs(settings, _workloads(workload, trace), trace or [], _seeds(seeds), common)
     try:
         with _progress(len(specs)) as done:
@@ -117,8 +119,9 @@ def _specs(
     return specs_of(settings, workloads, seeds, common) + specs_of(settings, played, seeds, replace(common, is_trace=True))
 
 
-def _settings(names: list[str], given: list[str]) -> dict[str, Any]:
+def _settings(names: list[str], given: list[str], *, is_tuned: bool) -> dict[str, Any]:
     from router.sim.contestants import NAMES, ContestantError, check_name, settings_of
+    from router.sim.tuned import tuned_settings
 
     chosen = list(NAMES) if ALL in names else list(dict.fromkeys(names))
     for name in chosen:
@@ -127,7 +130,7 @@ def _settings(names: list[str], given: list[str]) -> dict[str, Any]:
         except ContestantError as error:
             raise UsageProblem(f"--policy {error}") from error
     try:
-        return dict(settings_of(chosen, given))
+        return dict(settings_of(chosen, given, tuned_settings() if is_tuned else {}))
     except ContestantError as error:
         raise UsageProblem(f"--setting {error}") from error
 

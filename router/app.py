@@ -39,9 +39,14 @@ from router.edge.crew import Crew, Seat
 from router.edge.decision_log import DecisionLog
 from router.edge.discovery import follow_file
 from router.edge.fleet import Fleet, replica_id_of
+from router.edge.kv_events import KvEvents
+from router.edge.kv_following import KvFollowing
+from router.edge.kv_metrics import KvCollector
 from router.edge.listener import SWEEP_S, Listener
 from router.edge.metrics import RouterMetrics
 from router.edge.placement_metrics import PlacementMetrics
+from router.edge.prompt_blocks import PromptBlocks
+from router.edge.prompt_tokens import PromptTokens
 from router.edge.sharing import Sharing
 from router.edge.sharing_metrics import SharingCollector
 from router.edge.upstream import Timeouts
@@ -52,10 +57,12 @@ from router.openapi import document
 from router.placing import Placing
 from router.policy.catalogue import make_policy
 from router.policy.interface import Policy
+from router.policy.prompt import Chains
 from router.proxy import Proxy
 from router.rollout_runner import RolloutRunner
 from router.state.decisions import Decisions
 from router.state.explained import Explained
+from router.state.kv_sink import PolicySink
 from router.state.replicas import ReplicaTable
 from router.state.rollouts import Rollouts
 
@@ -161,9 +168,14 @@ async def _run(
     placement_metrics = PlacementMetrics(placing, chosen)
     registry.register(placement_metrics)
     decisions = Decisions()
+    sink = PolicySink(policy)
     new_id = Ids()
     async with httpx.AsyncClient(trust_env=False) as http, asyncio.TaskGroup() as tasks:
         control = ControlClient(http, agent_token=settings.agent_token, upstream_key=settings.upstream_key)
+        follows_kv = settings.kv_events and policy.uses_prompt
+        kv = KvFollowing(KvEvents(sink, tasks=tasks), _engine_key(settings)) if follows_kv else None
+        prompts = PromptBlocks(PromptTokens(tasks=tasks), sink, table) if follows_kv else None
+        registry.register(KvCollector(table, None if kv is None else kv.events, None if prompts is None else prompts.tokens))
         fleet = Fleet(
             table,
             control,
@@ -172,6 +184,7 @@ async def _run(
             connect_timeout_s=settings.connect_timeout_s,
             sweep_s=min(SWEEP_S, settings.keep_alive_s / 2),
             tasks=tasks,
+            kv=kv,
         )
         rollouts = Rollouts()
         runner = RolloutRunner(
@@ -186,7 +199,11 @@ async def _run(
         api = Api(
             proxy=Proxy(
                 _forwarding_parts(
-                    settings, fleet, placing, metrics, hashes_prompts=policy.uses_prompt or decision_log is not None
+                    settings,
+                    fleet,
+                    placing,
+                    metrics,
+                    prompt_blocks=prompts,
                 ),
                 journal=Journal(decisions, placement_metrics, decision_log),
                 access_log=access_log,
@@ -255,7 +272,11 @@ async def _run(
             task.cancel()
         placing.close()
         runner.close()
+        if prompts is not None:
+            prompts.close()
         fleet.close()
+        if kv is not None:
+            await kv.close()
 
 
 def _decision_log(settings: RouterSettings, seat: Seat | None) -> DecisionLog | None:
@@ -279,7 +300,12 @@ def _sharing(settings: RouterSettings, policy: Policy, seat: Seat | None) -> Sha
 
 
 def _forwarding_parts(
-    settings: RouterSettings, fleet: Fleet, placing: Placing, metrics: RouterMetrics, *, hashes_prompts: bool
+    settings: RouterSettings,
+    fleet: Fleet,
+    placing: Placing,
+    metrics: RouterMetrics,
+    *,
+    prompt_blocks: PromptBlocks | None,
 ) -> ForwardingParts:
     engine_headers = b"content-type: application/json\r\n"
     if settings.upstream_key is not None:
@@ -287,7 +313,7 @@ def _forwarding_parts(
     return ForwardingParts(
         fleet=fleet,
         placing=placing,
-        hashes_prompts=hashes_prompts,
+        chains=Chains(),
         retries=Retries(RetryBudget(), attempts_max=settings.max_attempts),
         metrics=metrics,
         settings=ForwardingSettings(
@@ -300,7 +326,12 @@ def _forwarding_parts(
             model_timeouts={model: _timeouts(settings, special) for model, special in settings.model.items()},
         ),
         engine_headers=engine_headers,
+        prompt_blocks=prompt_blocks,
     )
+
+
+def _engine_key(settings: RouterSettings) -> list[tuple[bytes, bytes]]:
+    return [] if settings.upstream_key is None else [(b"authorization", b"Bearer " + settings.upstream_key.encode())]
 
 
 def _timeouts(settings: RouterSettings, special: ModelSettings) -> Timeouts:

@@ -9,6 +9,10 @@ UNAUTHORIZED_MESSAGE = (
 )
 
 
+# Keys whose digest is remembered.
+KNOWN_MAX = 4096
+
+
 class StaticKeys:
     """Only digests are kept. Comparing digests, not keys, makes the time of a look-up tell nothing of a key."""
 
@@ -25,7 +29,20 @@ class StaticKeys:
         return takes_x_api_key and hashlib.sha256(headers.get(b"x-api-key", b"").strip()).digest() in self._digests
 
 
-def tenant_of(headers: Mapping[bytes, bytes]) -> str:
+class Tenants:
     """Who asks, as far as the key tells: eight bytes of its digest, in hexadecimal; empty without a key."""
-    key = headers.get(b"authorization") or headers.get(b"x-api-key")
-    return "" if key is None else hashlib.sha256(key).hexdigest()[:16]
+
+    def __init__(self) -> None:
+        # By Python's own hash of the key, which is keyed anew in each process, so that no key is kept.
+        self._known: dict[int, str] = {}
+
+    def of(self, headers: Mapping[bytes, bytes]) -> str:
+        key = headers.get(b"authorization") or headers.get(b"x-api-key")
+        if key is None:
+            return ""
+        tenant = self._known.get(hash(key))
+        if tenant is None:
+            if len(self._known) >= KNOWN_MAX:
+                self._known.clear()
+            tenant = self._known[hash(key)] = hashlib.sha256(key).hexdigest()[:16]
+        return tenant

@@ -79,6 +79,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_body_bytes: int = 32 * 1024 * 1024
     max_attempts: int = 3
     debug_headers: bool = False
+    kv_events: bool = True
     access_log: bool = True
     decision_log: str | None = None  # file of one JSON line for each request
     workers: int = 1
@@ -88,7 +89,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 _LISTS = ("replica", "api_key", "cors_origin")
 _TABLES = ("model",)
-_BOOLEANS = ("require_keys", "allow_anonymous", "debug_headers", "access_log")
+_BOOLEANS = ("require_keys", "allow_anonymous", "debug_headers", "kv_events", "access_log")
 
 
 def load_settings(config_file: Path | None, environ: Mapping[str, str], overrides: Mapping[str, object]) -> RouterSettings:

@@ -16,6 +16,7 @@ from router.continuing import CONTINUATIONS_MAX, NO_COUNTS, Counts, Resumption
 from router.edge.client import ClientConnection, Request
 from router.edge.fleet import Fleet
 from router.edge.metrics import RouterMetrics
+from router.edge.prompt_blocks import PromptBlocks
 from router.edge.upstream import Patience, Timeouts
 from router.errors import (
     LocalLimitError,
@@ -30,11 +31,11 @@ from router.model_alias import ModelAlias
 from router.outcome import ContinuationOutcome, Outcome
 from router.placing import Placing
 from router.policy.interface import PlacementRequest, Priority, Ticket
-from router.policy.prompt import BytesPrompt
+from router.policy.prompt import Chains, scope_of
 from router.relay import Breakage, BrokenStream, EngineRefusal, EngineWord, Leg, relay, version_of
 from router.reply import Reply
 from router.request.fields import RequestFacts, engine_body, read_request
-from router.request.prompt_bytes import prompt_bytes
+from router.request.prompt_bytes import prompt_in
 from router.request_body import plain_body
 from router.state.replicas import Lease, Replica
 from router.stored_responses import keeper_of, response_id
@@ -49,6 +50,9 @@ FORWARDED = (b"traceparent", b"tracestate")
 CLIENT_RETRY_COUNT = b"x-stainless-retry-count"
 
 _PRIORITIES = {priority.value.encode(): priority for priority in Priority}
+
+# Surfaces whose prompts an engine tokenizes for whoever asks.
+TOKENIZED = (Surface.CHAT, Surface.COMPLETIONS)
 
 # Above this a body is understood in a thread: the longest take a second.
 LONG_BODY_BYTES = 256 * 1024
@@ -73,11 +77,12 @@ class ForwardingParts:
 
     fleet: Fleet
     placing: Placing
-    hashes_prompts: bool  # whether the placement policy looks at them
+    chains: Chains
     retries: Retries
     metrics: RouterMetrics
     settings: ForwardingSettings
     engine_headers: bytes  # lines that every request to an engine carries
+    prompt_blocks: PromptBlocks | None = None  # None: nobody looks at them
 
 
 class Forwarding:
@@ -88,6 +93,7 @@ class Forwarding:
         "_body",
         "_broken",
         "_connection",
+        "_digest",
         "_engine_model",
         "_exchange",
         "_facts",
@@ -117,6 +123,7 @@ class Forwarding:
         self._alias: ModelAlias | None = None
         self._patience: Patience
         self._placement: PlacementRequest
+        self._digest: int | None = None  # of the body; None where the prompt's blocks are of no use
         self._ticket: Ticket | None = None  # of the attempt that runs
         self._rank: int | None = None  # of its replica's ranks, where it has several
         self._memory: StreamMemory | None = None
@@ -210,6 +217,7 @@ class Forwarding:
         exchange.model = facts.model
         if self._engine_model != facts.model:
             self._alias = ModelAlias(public=facts.model, engine=self._engine_model)
+        understood = body
         if exchange.surface is not Surface.RESPONSES:  # there it depends on the replica
             body = engine_body(body, facts, surface=exchange.surface, model=self._engine_model)
         self._body = body
@@ -220,18 +228,21 @@ class Forwarding:
             settings.keep_alive_s,
             self._reply.keep_alive if facts.stream else None,
         )
-        self._placement = exchange.placement = self._placement_request()
+        self._placement = exchange.placement = self._placement_request(is_changed=body is not understood)
+        blocks = parts.prompt_blocks
+        if blocks is not None and blocks.is_useful and exchange.surface in TOKENIZED:
+            self._digest = xxh3_64_intdigest(body)
+            self._placement.blocks = blocks.of(self._digest, self._engine_model)
         has_others = len(parts.fleet.table.served[self._engine_model]) > 1
         if settings.continues and has_others and facts.never_continues is None:
             self._memory = StreamMemory()
 
-    def _placement_request(self) -> PlacementRequest:
+    def _placement_request(self, *, is_changed: bool) -> PlacementRequest:
         facts, exchange, headers = self._facts, self._exchange, self._request.headers
-        prompt = prompt_bytes(self._body, facts.prompt) if self._parts.hashes_prompts else b""
         affinity = headers.get(names.SESSION_ID)
         return PlacementRequest(
             self._engine_model,
-            BytesPrompt(prompt, xxh3_64_intdigest(self._engine_model.encode())),
+            prompt_in(self._body, facts.prompt, scope_of(self._engine_model), is_changed=is_changed, chains=self._parts.chains),
             tenant=exchange.tenant,
             affinity=facts.prompt_cache_key if affinity is None else affinity.decode("latin-1"),
             priority=_priority(headers.get(names.PRIORITY)),
@@ -254,6 +265,12 @@ class Forwarding:
             body = engine_body(self._body, facts, surface=exchange.surface, model=self._engine_model, request_id=request_id)
         else:
             body = self._body
+        blocks, digest = parts.prompt_blocks, self._digest
+        if blocks is not None and digest is not None and not self._placement.blocks:
+            # Once this request is on its way.
+            asyncio.get_running_loop().call_soon(
+                blocks.want, digest, exchange.surface, self._body, lease.replica, pool, self._head
+            )
         answer = await pool.send(self._head(exchange.route.encode(), len(body)), body, self._patience)
         if seam is not None and answer.status < 400:
             parts.metrics.continuation(ContinuationOutcome.CONTINUED)
@@ -334,6 +351,9 @@ class Forwarding:
     def _end_ticket(self, usage: Usage | None) -> None:
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
+            blocks = self._parts.prompt_blocks
+            if blocks is not None and self._digest is not None and not self._placement.blocks:
+                self._placement.blocks = blocks.of(self._digest, self._engine_model)
             self._parts.placing.ended(ticket, usage)
 
     def _no_replica(self) -> Rejection:

@@ -5,32 +5,51 @@ from router.edge.placement_metrics import PlacementMetrics
 from router.exchange import Exchange
 from router.outcome import Outcome
 from router.policy.interface import PlacementRequest
-from router.policy.prompt import FINE_BYTES
+from router.policy.prompt import FIRST_BYTES
 from router.policy.targets import PredictedTicket
 from router.state.decisions import Decision, Decisions, session_hash
 
 # Longer ones are hashed before they are kept.
 SESSION_LENGTH_MAX = 128
+# Decisions that are noted: so many a second, and so many more at once.
+NOTED_PER_S = 200.0
+NOTED_AT_ONCE = 500
 
 
 class Journal:
+    """Of very many requests at once a part is noted, unless there is a decision log, or its placement was explained."""
+
     def __init__(self, decisions: Decisions, metrics: PlacementMetrics, log: DecisionLog | None) -> None:
         self._decisions = decisions
         self._metrics = metrics
         self._log = log
+        self._allowance = float(NOTED_AT_ONCE)
+        self._allowed_at = 0.0
 
     def ended(self, exchange: Exchange, outcome: Outcome, now: float, duration_s: float) -> None:
         """Each request that was understood, once. `now` is Unix time."""
-        request = exchange.placement
+        request, ticket = exchange.placement, exchange.ticket
         if request is None:
             return
         decision = None
-        if exchange.ticket is not None:
+        if ticket is not None:
+            self._metrics.placed(request.priority, exchange.waited_s)
+            if self._log is None and not ticket.terms and not self._may_note(now):
+                return
             decision = _decision_of(exchange, request, outcome, now)
             self._decisions.add(decision)
-            self._metrics.ended(decision)
+            self._metrics.noted(decision)
         if self._log is not None:
             self._log.write(_record_of(exchange, request, outcome, now - duration_s, decision))
+
+    def _may_note(self, now: float) -> bool:
+        allowance = self._allowance + (now - self._allowed_at) * NOTED_PER_S
+        self._allowed_at = now
+        self._allowance = allowance = NOTED_AT_ONCE if allowance > NOTED_AT_ONCE else allowance
+        if allowance < 1.0:
+            return False
+        self._allowance = allowance - 1.0
+        return True
 
 
 def _decision_of(exchange: Exchange, request: PlacementRequest, outcome: Outcome, now: float) -> Decision:
@@ -80,7 +99,7 @@ def _record_of(
         outcome=outcome.value,
         model=request.model,
         blocks=prompt.chunks,
-        block_bytes=FINE_BYTES,
+        block_bytes=FIRST_BYTES,
         prompt_bytes=prompt.size,
         prompt_hash=prompt.digest(prompt.size),
         prompt_tokens=None if usage is None else usage.prompt,

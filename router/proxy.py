@@ -12,7 +12,7 @@ from typing import Any
 
 from protocol.errors import ErrorDetail, error_type
 from protocol.openai import Surface
-from router.auth import tenant_of
+from router.auth import Tenants
 from router.edge.access_log import AccessLog, AccessRecord, NoAccessLog
 from router.edge.client import ClientConnection, Refusal, Request
 from router.exchange import Exchange, Rejection, client_request_id
@@ -35,6 +35,7 @@ class Proxy:
     ) -> None:
         self._parts = parts
         self._journal = journal
+        self._tenants = Tenants()
         self._metrics = parts.metrics
         self._shows_replica = parts.settings.shows_replica
         self._access_log = access_log
@@ -77,7 +78,7 @@ class Proxy:
             request_id=client_request_id(request.headers) or "req_" + engine_request_id,
             engine_request_id=engine_request_id,
             started=request.started,
-            tenant=tenant_of(request.headers),
+            tenant=self._tenants.of(request.headers),
         )
 
     async def _run(

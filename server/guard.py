@@ -43,6 +43,7 @@ OTHER_OPEN_PATHS = frozenset(
         "/detokenize",
         "/health",
         "/is_paused",
+        "/kv_event_sources",
         "/load",
         "/metrics",
         "/ping",

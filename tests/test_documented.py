@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from router.admission.dispatcher import Dispatcher
 from router.config import RouterSettings
+from router.edge.kv_metrics import KvCollector
 from router.edge.metrics import RouterMetrics
 from router.edge.placement_metrics import PlacementMetrics
 from router.edge.sharing import Sharing
@@ -76,6 +77,7 @@ def test_every_metric_is_documented_and_no_other() -> None:
     """A dashboard can be written from docs/metrics.md alone."""
     registry = CollectorRegistry()
     RouterMetrics(registry, ReplicaTable())
+    registry.register(KvCollector(ReplicaTable()))
     registry.register(PlacementMetrics(Dispatcher(Policy()), Policy()))
     sharing = Sharing("redis://127.0.0.1:1", Policy(), router="a", incarnation=1, rng=random.Random(0))
     registry.register(SharingCollector(sharing.report))

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import typer
 
 from intellect.problem import EXIT_FAILURE, Problem
+from loadtests.overhead.disturbance import cores_lost, read
 from loadtests.placement import calibrate, http_order, real_rank
 from loadtests.placement.client import PlayFailed
 from router.policy.catalogue import PolicyName
@@ -31,7 +32,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     folder = options.logs or Path(tempfile.mkdtemp(prefix="intellect-placement-"))
     folder.mkdir(parents=True, exist_ok=True)
-    load = os.getloadavg()[0]
+    load, start = os.getloadavg()[0], read()
     try:
         found, shown = _COMMANDS[options.command](options, folder)
     except (Problem, PlayFailed, ValueError) as error:
@@ -41,9 +42,12 @@ def main() -> None:
         typer.echo("interrupted: everything that was started has ended", err=True)
         sys.exit(EXIT_INTERRUPTED)
     typer.echo(shown)
-    typer.echo(f"load of the machine (1 minute) before: {load:.1f}, after: {os.getloadavg()[0]:.1f}", err=True)
+    lost = round(cores_lost(start, read()), 2)
+    typer.echo(f"load before: {load:.1f}; other programs kept {lost} cores busy meanwhile, on which times depend", err=True)
     if options.json is not None:
-        options.json.write_text(json.dumps({"check": options.command, "load_before": load, **found}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"check": options.command, "load_before": load, "cores_lost": lost, **found}, indent=1) + "\n"
+        )
     if options.logs is None:
         shutil.rmtree(folder)
 
@@ -146,6 +150,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name in ("seconds", "rounds"):
         if (value := getattr(options, name, 1)) < 1:
             parser.error(f"--{name} {value}: must be at least 1")
+    if (model := getattr(options, "model", None)) is not None and not model.is_dir():
+        parser.error(f"--model {model}: no folder; leave it out, and a tiny model is made")
+    if (timing := getattr(options, "timing", None)) is not None and not timing.is_file():
+        parser.error(f"--timing {timing}: no file; write one with `calibrate --json {timing}`")
     if any(rate <= 0 for rate in getattr(options, "rates", ())):
         parser.error(f"--rates {' '.join(f'{rate:g}' for rate in options.rates)}: each must be above 0")
     return options

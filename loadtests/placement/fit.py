@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from router.sim.timing import StepTiming
 
+_ROUNDS = 30
+_EXACT = 0.01  # relative errors below are all alike
 _UNKNOWNS = ("base_s", "prefill_s", "sequence_s", "context_s", "pair_s", "request_s")
 
 
@@ -28,7 +30,9 @@ class Fit(NamedTuple):
 
 
 def fit_timing(observations: Sequence[Observation]) -> Fit:
-    """Minimises the sum of squared relative errors.
+    """Minimises the sum of absolute relative errors, so that what was disturbed while it was measured counts little.
+
+    By iteratively reweighted least squares: each round, an observation weighs the less the farther it lies off.
 
     Raises:
         ValueError: too few observations, or they do not tell the coefficients apart.
@@ -36,8 +40,13 @@ def fit_timing(observations: Sequence[Observation]) -> Fit:
     rows = [_row(observation) for observation in observations]
     if len(rows) < len(_UNKNOWNS):
         raise ValueError(f"{len(rows)} observations, but {len(_UNKNOWNS)} coefficients are to be found")
-    weighted = [[value / observation.seconds for value in row] for row, observation in zip(rows, observations, strict=True)]
-    found = nonnegative_least_squares(weighted, [1.0] * len(rows))
+    relative = [[value / observation.seconds for value in row] for row, observation in zip(rows, observations, strict=True)]
+    weights = [1.0] * len(rows)
+    for _ in range(_ROUNDS):
+        weighted = [[value * weight for value in row] for row, weight in zip(relative, weights, strict=True)]
+        found = nonnegative_least_squares(weighted, weights)
+        errors = tuple(sum(value * by for value, by in zip(row, found, strict=True)) - 1.0 for row in relative)
+        weights = [max(abs(error), _EXACT) ** -0.5 for error in errors]
     base_s, prefill_s, sequence_s, context_s, pair_s, request_s = found
     if prefill_s <= 0:
         raise ValueError("prefill costs nothing by these observations: give longer prompts of different lengths")
@@ -48,8 +57,6 @@ def fit_timing(observations: Sequence[Observation]) -> Fit:
         per_context_token_s=context_s,
         per_attended_pair_s=pair_s,
     )
-    predicted = [sum(value * by for value, by in zip(row, found, strict=True)) for row in rows]
-    errors = tuple(guess / seen.seconds - 1.0 for guess, seen in zip(predicted, observations, strict=True))
     return Fit(timing, request_s, errors)
 
 

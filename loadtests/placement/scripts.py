@@ -109,3 +109,8 @@ def talk_scripts(shape: Talks, seconds: float, rng: Random) -> list[Script]:
 def in_order(*parts: Sequence[Script]) -> list[Script]:
     """Several kinds of traffic as one, by the time of their beginning."""
     return sorted((script for part in parts for script in part), key=lambda script: script.at)
+
+
+def jittered(scripts: Sequence[Script], by_s: float, rng: Random) -> list[Script]:
+    """The same clients, each up to `by_s` seconds earlier or later: as times fall out where processes share a machine."""
+    return in_order([script._replace(at=max(0.0, script.at + rng.uniform(-by_s, by_s))) for script in scripts])

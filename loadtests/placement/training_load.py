@@ -1,7 +1,8 @@
 """The load that the fit learns from: lone prompts, lone batches of decoding, and prompts that arrive where others decode."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from random import Random
 from statistics import median
@@ -12,6 +13,7 @@ from loadtests.placement.scripts import Range, segment
 from loadtests.placement.spelling import Spelling
 
 # Each length once: a real engine does its first prompt of a length more slowly, and traffic seldom repeats a length.
+_WARMING = 8
 _PROMPTS = 60
 _PROMPT_TOKENS = Range(16, 1900)
 _BATCHES = (1, 2, 4, 8, 16, 24)
@@ -24,26 +26,23 @@ _SETTLE_S = 0.05
 
 async def observe(player: Player, spelling: Spelling, rng: Random) -> list[Observation]:
     """About half a minute on a fast engine. Raises PlayFailed."""
-    await lone_prompts(player, spelling, rng, 6)  # warms the engine up
-    observations = await lone_prompts(player, spelling, rng, _PROMPTS)
-    for context in _CONTEXTS:
-        for batch in _BATCHES:
-            observations.append(await _decode_step(player, spelling, rng, batch, context))
-    for batch in _MIXED_BATCHES:
-        observations += [await _mixed_step(player, spelling, rng, batch, tokens) for tokens in _MIXED_PROMPTS]
-    return observations
+    for _ in range(_WARMING):
+        await _lone_prompt(player, spelling, rng)
+    kinds: list[Callable[[], Awaitable[Observation]]] = [
+        *[partial(_lone_prompt, player, spelling, rng)] * _PROMPTS,
+        *[partial(_decode_step, player, spelling, rng, batch, context) for batch in _BATCHES for context in _CONTEXTS],
+        *[partial(_mixed_step, player, spelling, rng, batch, tokens) for batch in _MIXED_BATCHES for tokens in _MIXED_PROMPTS],
+    ]
+    rng.shuffle(kinds)  # what disturbs the machine for a while shall not disturb one kind alone
+    return [await observe_one() for observe_one in kinds]
 
 
-async def lone_prompts(player: Player, spelling: Spelling, rng: Random, count: int) -> list[Observation]:
-    """Time to the first token of prompts that have the engine to themselves: one step each, and the way there and back."""
-    observations = []
-    for _ in range(count):
-        tokens = _PROMPT_TOKENS.draw(rng)
-        seen = await player.ask(spelling.text(segment(rng, tokens)), 1)
-        await asyncio.sleep(_SETTLE_S)
-        pairs = float(tokens * tokens)
-        observations.append(Observation(seen.ttft_s, prefill_tokens=tokens, attended_pairs=pairs, requests=1.0))
-    return observations
+async def _lone_prompt(player: Player, spelling: Spelling, rng: Random) -> Observation:
+    """Time to the first token of a prompt that has the engine to itself: one step, and the way there and back."""
+    tokens = _PROMPT_TOKENS.draw(rng)
+    seen = await player.ask(spelling.text(segment(rng, tokens)), 1)
+    await asyncio.sleep(_SETTLE_S)
+    return Observation(seen.ttft_s, prefill_tokens=tokens, attended_pairs=float(tokens * tokens), requests=1.0)
 
 
 async def _batch(player: Player, spelling: Spelling, rng: Random, batch: int, context: int, output: int) -> list[Seen]:

@@ -55,8 +55,8 @@ class AdmissionSettings:
     # Most of the dispatched tokens that starving requests may take out of turn. Without a bound, a backlog of one class or
     # tenant that is older than its promotion bound would stop everybody else.
     promoted_share: float = 0.25
-    heads_max: int = 8  # requests of one class that one search looks at, besides those that it places
-    tries_per_candidates: int = 4  # failed placements on one set of replicas after which a search leaves that set alone
+    heads_max: int = 24  # requests of one class that one search looks at, besides those that it places
+    tries_per_candidates: int = 12  # failed placements on one set of replicas after which a search leaves that set alone
     idle_tenants_max: int = 4096  # tenants remembered, per model and class, only because they had more than their share
     poll_s: float = 0.05  # between searches without an event: what a policy predicts changes with time alone
 

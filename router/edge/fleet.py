@@ -10,6 +10,7 @@ from protocol.status import ReplicaStatus
 from router.config import ConfigError, check_replica_url
 from router.edge.agent_client import ControlClient, ControlError, ControlRefused, ControlTimeout, observation_of
 from router.edge.engine_metrics import read_cache, read_progress
+from router.edge.kv_following import KvFollowing
 from router.edge.upstream import UpstreamPool
 from router.state.health import after_refused, after_timeout
 from router.state.progress import ProgressWatch
@@ -50,7 +51,9 @@ class Fleet:
         connect_timeout_s: float,
         sweep_s: float,
         tasks: asyncio.TaskGroup,
+        kv: KvFollowing | None = None,
     ) -> None:
+        """`kv` None: KV events are not followed."""
         self.table = table
         self.control = control
         self._interval_s = interval_s
@@ -58,6 +61,7 @@ class Fleet:
         self._connect_timeout_s = connect_timeout_s
         self._sweep_s = sweep_s
         self._tasks = tasks
+        self._kv = kv
         self._watches: dict[ReplicaId, list[asyncio.Task[None]]] = {}
         self._pools: dict[Endpoint, UpstreamPool] = {}
 
@@ -76,6 +80,8 @@ class Fleet:
         replica = self.table.remove(replica_id)
         for watch in self._watches.pop(replica_id):
             watch.cancel()
+        if self._kv is not None:
+            self._kv.removed(replica_id)
         return replica
 
     def pool(self, endpoint: Endpoint) -> UpstreamPool:
@@ -140,7 +146,19 @@ class Fleet:
                 self.pool(replica.endpoint).give_up_waiting()
             if kept.health is not before.health:
                 log.info("replica %s is %s%s", replica.id, kept.health, f": {kept.problem}" if kept.problem else "")
+            await self._follow_kv(replica, kept)
             await asyncio.sleep(self._interval_s)
+
+    async def _follow_kv(self, replica: Replica, observed: Observation) -> None:
+        if self._kv is None:
+            return
+        if observed.is_gone:
+            self._kv.gone(replica.id)
+        elif observed.health is Health.READY and replica.endpoint is not None:
+            try:
+                await self._kv.ready(replica, self.pool(replica.endpoint))
+            except Exception:  # placement does without; a fault of ours must not end the watch
+                log.exception("the KV events of replica %s could not be followed", replica.id)
 
     async def _watch_progress(self, replica: Replica) -> None:
         """Finds an engine that answers its probes but computes nothing. Costs no request while bytes come from it."""

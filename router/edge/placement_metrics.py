@@ -45,13 +45,16 @@ class PlacementMetrics(Collector):
         self._predicted_cached: defaultdict[str, float] = defaultdict(float)
         self._found_cached: defaultdict[str, int] = defaultdict(int)
 
-    def ended(self, decision: Decision) -> None:
-        """A request that was placed."""
-        waited_s, predicted_s, ttft_s = decision.waited_s, decision.predicted_s, decision.ttft_s
+    def placed(self, priority: Priority, waited_s: float) -> None:
+        """Each request that was placed, when it ends."""
         if waited_s:
-            self._waits[decision.priority].add(waited_s)
+            self._waits[priority].add(waited_s)
         else:
-            self._unwaited[decision.priority] += 1
+            self._unwaited[priority] += 1
+
+    def noted(self, decision: Decision) -> None:
+        """Those of them whose decision is noted."""
+        predicted_s, ttft_s = decision.predicted_s, decision.ttft_s
         if predicted_s is None:
             return
         if ttft_s is not None:

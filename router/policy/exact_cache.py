@@ -1,9 +1,10 @@
 """What KV events tell of the engines' caches, as a correction of what the prefix index believes.
 
 The index knows what was sent where, at once and of every prompt; events know what is really held, a little later and only of
-prompts whose tokens are known. So a rank's cache counts as its events tell it where they have told of all of it, and the
-index goes on to say what running requests are computing there. Where they tell of a part, that part is held at least; where
-something may have been missed, or the prompt's blocks are not known, nothing changes.
+prompts, or beginnings of prompts, whose tokens are known. So a rank's cache counts as its events tell it where they have told
+of all of it, and the index goes on to say what running requests are computing there, and what has been given up for prompts
+that are queued there. Where events tell of a part, that part is held at least; where something may have been missed, or no
+block of the prompt is known, nothing changes.
 """
 
 import enum
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from router.policy.interface import Coverage, PlacementRequest
 from router.policy.prefix_index import PrefixIndex
-from router.policy.prompt import COARSE_BYTES, Prompt, bytes_of
+from router.policy.prompt import Prompt, bytes_of, chunks_in
 from router.policy.targets import Target
 from router.types import ReplicaId
 
@@ -52,7 +53,7 @@ class ExactCaches:
         self._ranks: dict[int, Rank] = {}  # by bit
         self._holders: dict[int, int] = {}  # block -> bit set
         self._known = 0  # bit set of those that tell of all or some
-        self._complete: tuple[Rank, ...] = ()
+        self._complete: dict[Rank, int] = {}  # those that tell of all; the values say nothing
         self._links = ChunkLinks()
 
     @property
@@ -116,35 +117,32 @@ class ExactCaches:
         request: PlacementRequest,
         index: PrefixIndex,
         target_of: Callable[[Rank], Target | None],
-    ) -> bool:
-        """Corrects `held`: bytes of the prompt that each slot of the index is believed to hold.
+    ) -> None:
+        """Corrects `held`: bytes of the prompt that each slot of the index is believed to hold. Within a chunk both agree.
 
-        Returns whether events decided. Not where nobody holds even the first block: either nothing is cached anywhere, or
-        the engines count something into their blocks that these do not have (an adapter, an image).
+        Nothing is changed where nobody holds even the first block: either nothing is cached anywhere, or the engines count
+        something into their blocks that these do not have (an adapter, an image).
         """
-        leading = self.leading(request.blocks)
+        chunks = request.prompt.chunks
+        # Where its own blocks are not known, those of its beginning may be, from another prompt.
+        blocks = request.blocks or self._links.of(chunks)
+        leading = self.leading(blocks)
         if not leading:
-            return False
-        size = request.prompt.size
-        bytes_per_block = size / (len(request.blocks) + 0.5)  # behind the last whole block lies half a one on average
-        for rank in self._complete:
+            return
+        bytes_per_block = request.prompt.size / (len(blocks) + 0.5)  # behind the last whole block lies half a one on average
+        for rank in {**leading, **self._complete}:
             target = target_of(rank)
             if target is None or target.slot is None:
                 continue
-            believed = held.pop(target.slot, 0)
-            true = int(leading.pop(rank, 0) * bytes_per_block)
-            if believed > true + COARSE_BYTES:
-                true = max(true, index.in_use(target.slot, request.prompt.chunks))
-            elif target.queued >= 1.0 or true <= believed + COARSE_BYTES:
-                # They agree, or the index has given the rest up already for prompts that are queued before this one.
-                true = believed
-            if true:
-                held[target.slot] = true
-        for rank, blocks in leading.items():  # of which only a part is known
-            target = target_of(rank)
-            if target is not None and target.slot is not None:
-                held[target.slot] = max(held.get(target.slot, 0), int(blocks * bytes_per_block))
-        return True
+            believed = held.get(target.slot, 0)
+            count = leading.get(rank, 0)
+            told = int(count * bytes_per_block) if request.blocks else bytes_of(count)
+            is_all = bool(request.blocks) or count < len(blocks)  # else it may hold more, of which the blocks are not known
+            if told > _next_boundary(believed):
+                if target.queued < 1.0:  # else the index has given it up already for the prompts that are queued there
+                    held[target.slot] = told
+            elif is_all and believed > _next_boundary(told) and rank in self._complete:
+                held[target.slot] = max(told, index.in_use(target.slot, chunks))
 
     def leading(self, blocks: Sequence[int]) -> dict[Rank, int]:
         """How many of the first of `blocks` each rank holds; those that hold none, or are not to be trusted, are left out."""
@@ -191,7 +189,7 @@ class ExactCaches:
     def _set_coverage(self, source: _Source, coverage: Coverage) -> None:
         source.coverage = coverage
         self._known = self._known & ~source.bit if coverage is Coverage.UNSURE else self._known | source.bit
-        self._complete = tuple(rank for rank, one in self._sources.items() if one.coverage is Coverage.ALL)
+        self._complete = {rank: 0 for rank, one in self._sources.items() if one.coverage is Coverage.ALL}
 
     def _close(self, rank: Rank) -> None:
         self.cleared(rank)
@@ -205,6 +203,10 @@ class ExactCaches:
             self._holders[block] = left
         else:
             del self._holders[block]
+
+
+def _next_boundary(size: int) -> int:
+    return bytes_of(chunks_in(size) + 1)
 
 
 class ChunkLinks:
@@ -222,6 +224,16 @@ class ChunkLinks:
     def chunks(self) -> Mapping[int, int]:
         """Each linked chunk's block."""
         return self._block_of
+
+    def of(self, chunks: Sequence[int]) -> list[int]:
+        """The block of each of the first chunks, as far as they are linked."""
+        blocks = []
+        for chunk in chunks:
+            block = self._block_of.get(chunk)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
 
     def behind(self, block: int) -> tuple[int, ...]:
         """Chunks that end in this block."""

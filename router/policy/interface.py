@@ -144,5 +144,5 @@ class Policy:
     def forgotten(self, replica: ReplicaId, rank: int, blocks: Sequence[int], now: float) -> None:
         """Events were missed: whether it still holds these blocks is not known. It may."""
 
-    def trusted(self, replica: ReplicaId, rank: int, coverage: Coverage, now: float) -> None:
+    def trusted(self, replica: ReplicaId, rank: int, coverage: Coverage) -> None:
         """How far KV events tell what it holds, from now on. Until this is called, all of it from the first event on."""

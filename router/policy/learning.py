@@ -1,5 +1,7 @@
 """What the default placement learns from requests while they run: the engines' pace, lengths of answers, size of tokens."""
 
+import math
+
 from protocol.usage import Usage
 from router.policy.estimates import Line, Mean, OutputLengths
 from router.policy.targets import TOKENS_PER_SEQUENCE, PredictedTicket
@@ -16,6 +18,8 @@ TEMPLATE_BYTES = 256
 SHORT_ANSWER_TOKENS = 8
 # At most this share of its time an answer is taken to have stood still for prompts of others.
 STOOD_MAX = 0.8
+# Seconds between two answers that are learned from; more are not worth their cost.
+LEARNS_EVERY_S = 0.001
 # One replica's durations against all replicas': at most this many times more or less.
 PACE_MAX = 4.0
 # Tokens of two blocks and a tenth: by so much a prediction of cached tokens may be off without being wrong.
@@ -33,6 +37,7 @@ class Learned:
         self.lengths = OutputLengths(OUTPUT_TOKENS)
         self.session_word = Mean(0.5)  # share of a prompt that was cached where only the session's id promised it
         self.samples = 0  # of the prefill line
+        self._learns_at = -math.inf
         self._bytes_per_token: dict[str, Mean] = {}
 
     def bytes_per_token(self, model: str) -> float:
@@ -57,7 +62,10 @@ class Learned:
         self.samples += 1
 
     def ended(self, ticket: PredictedTicket, usage: Usage, now: float) -> None:
-        """After the ticket's release."""
+        """After the ticket's release. Of very many answers at once a part says as much as all."""
+        if now < self._learns_at:
+            return
+        self._learns_at = now + LEARNS_EVERY_S
         request, target = ticket.request, ticket.target
         if usage.prompt > 0 and request.prompt.size > TEMPLATE_BYTES:
             mean = self._bytes_per_token.get(request.model)
@@ -88,7 +96,7 @@ class Learned:
     def _judge(self, ticket: PredictedTicket, cached: int) -> None:
         """What was cached against what was believed to be."""
         target = ticket.target
-        if ticket.hit_chunks == 0:  # believed for the session's id alone
+        if ticket.hit_chunks == 0 and ticket.request.affinity is not None:  # believed for the session's id alone
             prompt_tokens = ticket.cached_tokens + ticket.uncached
             self.session_word.add(min(1.0, cached / max(1.0, prompt_tokens)))
         elif cached >= (1.0 - SLACK_SHARE) * ticket.cached_tokens - SLACK_TOKENS:

@@ -39,8 +39,12 @@ INDEX_BYTES_MAX = 1 << 30
 SESSIONS_MAX = 65_536
 # What a running request has generated, on average over its time.
 HALF_AN_ANSWER = 0.5
+# Of a prompt too short for the index the KV counts only if its answer is expected to be this long.
+LONG_ANSWER_TOKENS = 512
 # Samples of the prefill rate between two refreshes of replicas to which nothing happens.
 REFRESH_EVERY = 64
+# Seconds between two looks for prompts that must be computed by now.
+LOOKS_EVERY_S = 0.002
 
 
 class Predicted(Policy):
@@ -55,12 +59,14 @@ class Predicted(Policy):
         self._targets: dict[ReplicaId, list[Target]] = {}
         self._facts: dict[ReplicaId, ReplicaFacts] = {}
         self._sessions: OrderedDict[str, tuple[Target, int, int]] = OrderedDict()  # -> where, in which epoch, how many bytes
+        self._unseen_at = 0.0  # not looked at before
         self._unseen: list[tuple[float, int, PredictedTicket]] = []  # heap by when a first token that nobody sees is due
         self._placed = 0
         # Of what was learned, as it was at the last refresh of all.
         self._refreshed_at = 0  # samples
         self._prices = self._new_prices()
         self._bytes_per_token = self._learned.bytes_per_token_max  # caches are not taken for larger than they are
+        self._stale: dict[Target, None] = {}  # whose accounts have changed since they were refreshed
         self._asked: Sequence[ReplicaId] = ()
         self._asked_targets: list[Target] = []
 
@@ -71,6 +77,7 @@ class Predicted(Policy):
 
     def accounts(self) -> list[Account]:
         """The same of each replica as a whole."""
+        self._refresh_stale()
         accounts = []
         for replica, ranks in self._targets.items():
             chunks = sum(self._index.entries_of(target.slot) for target in ranks if target.slot is not None)
@@ -83,15 +90,17 @@ class Predicted(Policy):
         return sum(target.in_flight for target in self._targets.get(replica, ()))
 
     def place(self, request: PlacementRequest, candidates: Sequence[ReplicaId], now: float) -> Ticket | None:
-        if self._unseen and self._unseen[0][0] <= now:
+        if now >= self._unseen_at and self._unseen:
             self._begin_unseen(now)
         targets = self._asked_targets if candidates is self._asked else self._targets_of(candidates)
+        if self._stale:
+            self._refresh_stale()
         learned = self._learned
         tokens_per_byte = 1.0 / learned.bytes_per_token(request.model)
         prompt = request.prompt
         size, chunks = prompt.size, prompt.chunks
-        hits = self._index.lookup(prompt) if chunks else []
-        held = self._held(request, hits) if hits or request.affinity is not None or request.blocks else {}
+        hits = self._index.lookup(prompt) if chunks else ()
+        held = self._held(request, hits) if hits or request.affinity is not None or self._exact.is_heard else {}
         output = learned.lengths.expected(request.model, chunks[0] if chunks else 0, request.output_max)
         context = size * tokens_per_byte + HALF_AN_ANSWER * output
         ties_s = self._settings.ties_s
@@ -129,7 +138,9 @@ class Predicted(Policy):
         output = self._expected_output(request)
         context = prompt.size * tokens_per_byte + HALF_AN_ANSWER * output
         terms = []
-        for target in self._targets_of(list(candidates)):
+        targets = self._targets_of(list(candidates))
+        self._refresh_stale()
+        for target in targets:
             cached = held.get(target.slot, 0) * tokens_per_byte
             uncached = prompt.size * tokens_per_byte - cached
             wait = target.queued * target.token_s
@@ -153,6 +164,7 @@ class Predicted(Policy):
     def adopt(self, request: PlacementRequest, replica: ReplicaId, rank: int, now: float) -> Ticket:
         ranks = self._of(replica)
         target = ranks[min(rank, len(ranks) - 1)]
+        self._refresh_stale()
         hits = self._index.lookup(request.prompt)
         return self._reserve(request, target, hits, self._held(request, hits), self._expected_output(request), now)
 
@@ -162,29 +174,30 @@ class Predicted(Policy):
         if ticket.began_at is None:
             ticket.target.begin(ticket, now)
         self._learned.first_token(ticket, now - ticket.placed_at)
-        self._refresh(ticket.target)
+        self._touch(ticket.target)
 
     def ended(self, ticket: Ticket, usage: Usage | None, now: float) -> None:
         assert isinstance(ticket, PredictedTicket)
-        target, prompt = ticket.target, ticket.request.prompt
+        target, request = ticket.target, ticket.request
+        prompt = request.prompt
         target.release(ticket)
         ticket.has_ended = True
         trust = target.trust
         if usage is not None:
             self._learned.ended(ticket, usage, now)
-        if ticket.request.blocks:
-            self._exact.learn(prompt, ticket.request.blocks)
-        if target.slot is not None and target.epoch == ticket.epoch:
+        if request.blocks:
+            self._exact.learn(prompt, request.blocks)
+        if ticket.is_indexed and target.slot is not None and target.epoch == ticket.epoch:
             # Without a first token or an answer the prompt may never have been computed.
             was_computed = usage is not None or ticket.began_at is not None
             computed = None if was_computed else ticket.hit_chunks
             self._index.end(target.slot, prompt.chunks, computed=computed, reserved=ticket.reserved)
             if usage is not None:
-                answer_size = int(usage.completion * self._learned.bytes_per_token(ticket.request.model))
+                answer_size = int(usage.completion * self._learned.bytes_per_token(request.model))
                 self._index.answered(target.slot, prompt, answer_size)
             if target.trust < trust:
                 self._bound(target)
-        self._refresh(target)
+        self._touch(target)
 
     def changed(self, facts: ReplicaFacts) -> None:
         before = self._facts.get(facts.id)
@@ -216,22 +229,26 @@ class Predicted(Policy):
         self._exact.restarted(replica)
 
     def stored(self, replica: ReplicaId, rank: int, blocks: Sequence[int], now: float) -> None:
-        self._exact.stored((replica, rank), blocks)
+        if replica in self._targets:  # the last events of a replica may come after its removal
+            self._exact.stored((replica, rank), blocks)
 
     def evicted(self, replica: ReplicaId, rank: int, blocks: Sequence[int], now: float) -> None:
         target = self._target_of((replica, rank))
-        drop = None if target is None or target.slot is None else partial(self._index.drop, target.slot)
-        self._exact.evicted((replica, rank), blocks, drop)
+        if target is not None and target.slot is not None:
+            self._exact.evicted((replica, rank), blocks, partial(self._index.drop, target.slot))
 
     def cleared(self, replica: ReplicaId, rank: int, now: float) -> None:
-        self._exact.cleared((replica, rank))
-        self._renew(self._targets.get(replica, ())[rank : rank + 1])
+        if replica in self._targets:
+            self._exact.cleared((replica, rank))
+            self._renew(self._targets[replica][rank : rank + 1])
 
     def forgotten(self, replica: ReplicaId, rank: int, blocks: Sequence[int], now: float) -> None:
-        self._exact.evicted((replica, rank), blocks)
+        if replica in self._targets:
+            self._exact.evicted((replica, rank), blocks)
 
-    def trusted(self, replica: ReplicaId, rank: int, coverage: Coverage, now: float) -> None:
-        self._exact.trusted((replica, rank), coverage)
+    def trusted(self, replica: ReplicaId, rank: int, coverage: Coverage) -> None:
+        if replica in self._targets:
+            self._exact.trusted((replica, rank), coverage)
 
     def _renew(self, targets: Sequence[Target]) -> None:
         """Their caches are lost."""
@@ -277,7 +294,7 @@ class Predicted(Policy):
         for members in groups.values():
             for target in members:
                 target.group = members
-                self._refresh_alone(target)
+                self._stale[target] = None
 
     def _bound(self, target: Target) -> None:
         """How much the index keeps of the target: what its KV cache holds, within what the router can hold of all."""
@@ -306,7 +323,7 @@ class Predicted(Policy):
             promised = int(min(session[2], request.prompt.size) * self._learned.session_word.value)
             if promised > held.get(slot, 0):
                 held[slot] = promised
-        if request.blocks and self._exact.is_heard:
+        if self._exact.is_heard:
             self._exact.correct(held, request, self._index, self._target_of)
         return held
 
@@ -350,23 +367,26 @@ class Predicted(Policy):
                     if hit.tail:
                         self._index.drop(target.slot, hit.tail)
                     break
-            ticket.reserved = int(HALF_AN_ANSWER * output * bytes_per_token)
-            self._index.begin(target.slot, chunks, reserved=ticket.reserved)
+            if chunks or output >= LONG_ANSWER_TOKENS:
+                ticket.is_indexed = True
+                ticket.reserved = int(HALF_AN_ANSWER * output * bytes_per_token)
+                self._index.begin(target.slot, chunks, reserved=ticket.reserved)
             if request.affinity is not None:
                 self._sessions[request.affinity] = (target, target.epoch, prompt.size)
                 self._sessions.move_to_end(request.affinity)
                 if len(self._sessions) > SESSIONS_MAX:
                     self._sessions.popitem(last=False)
-        self._refresh(target)
+        self._touch(target)
         return ticket
 
     def _begin_unseen(self, now: float) -> None:
         """Takes those prompts for computed whose time has come, where no stream shows it."""
+        self._unseen_at = now + LOOKS_EVERY_S
         while self._unseen and self._unseen[0][0] <= now:
             ticket = heappop(self._unseen)[2]
             if ticket.began_at is None and not ticket.has_ended:
                 ticket.target.begin(ticket, now)
-                self._refresh(ticket.target)
+                self._touch(ticket.target)
 
     def _new_prices(self) -> Prices:
         settings = self._settings
@@ -375,28 +395,37 @@ class Predicted(Policy):
             settings.stall,
             settings.preempted,
             settings.evicted,
-            settings.startable_s,
+            # Nothing is held back for a pace that is only assumed: a burst at the start would wait for nothing.
+            settings.startable_s if self._learned.samples >= REFRESH_EVERY else math.inf,
             self._learned.lengths.mean,
         )
 
-    def _refresh(self, target: Target) -> None:
-        """After a change of its accounts. From time to time what was learned reaches those to which nothing happens, too."""
+    def _touch(self, target: Target) -> None:
+        """Its accounts have changed: what is derived from them is derived again before it is read."""
+        for member in target.group:
+            self._stale[member] = None
+
+    def _refresh_stale(self) -> None:
         if self._learned.samples - self._refreshed_at >= REFRESH_EVERY:
+            # What was learned reaches those to which nothing happens, too.
             self._refreshed_at = self._learned.samples
             self._prices = self._new_prices()
             self._bytes_per_token = self._learned.bytes_per_token_max
-            for other in self.targets:
-                self._bound(other)
-                self._refresh_alone(other)
-        elif len(target.group) == 1:
+            for target in self.targets:
+                self._bound(target)
+                self._stale[target] = None
+        for target in self._stale:
             self._refresh_alone(target)
-        else:
-            for member in target.group:
-                self._refresh_alone(member)
+        self._stale.clear()
 
     def _refresh_alone(self, target: Target) -> None:
         used = held = 0
         if target.slot is not None and target.capacity is not None:
             used, held = self._index.sizes(target.slot)
         learned, ratio = self._learned, self._bytes_per_token
-        target.refresh(learned.prefill, learned.step, self._prices, prompts=used / ratio, held=held / ratio)
+        cached = held / ratio
+        if target.slot is not None and self._exact.is_heard:
+            # What others have sent there, and what the index has dropped too early, takes room as well.
+            block_tokens = self._facts[target.replica].kv_block_tokens or 0
+            cached = max(cached, self._exact.blocks((target.replica, target.rank)) * block_tokens)
+        target.refresh(learned.prefill, learned.step, self._prices, prompts=used / ratio, held=cached)

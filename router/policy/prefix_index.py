@@ -10,10 +10,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from router.policy.prompt import Prompt, bytes_of
+from router.policy.prompt import Prompt, bytes_of, chunk_size
 
 # Prompts with the same last chunk and different ends that are remembered; more are the same text with other last words.
 ENDS_MAX = 4
+# A shorter answer, and the rest of its prompt, is not worth a search for it: it saves some 50 ms of prefill.
+ANSWER_BYTES_MIN = 2048
 # Entries of a slot that was given up which are removed with each later insertion.
 PURGED_AT_ONCE = 64
 # Takes the keys of tails out of the range of chunks' hashes.
@@ -96,13 +98,15 @@ class PrefixIndex:
         """Chunks and ends of prompts that are remembered, by whomever they are held."""
         return len(self._holders)
 
-    def lookup(self, prompt: Prompt) -> list[Hit]:
+    def lookup(self, prompt: Prompt) -> Sequence[Hit]:
         """Who holds how much, the longest first. Slots that hold nothing of it are in no hit."""
+        chunks = prompt.chunks
+        if not chunks:
+            return ()
         holders = self._holders
         alive = self._open
         hits: list[Hit] = []
         depth = 0
-        chunks = prompt.chunks
         for chunk in chunks:
             still = alive & holders.get(chunk, 0)
             if still != alive:
@@ -157,7 +161,7 @@ class PrefixIndex:
             if size:
                 slot.idle_size -= size
             else:
-                size = bytes_of(position) - bytes_of(position - 1)
+                size = chunk_size(position - 1)
                 holders[chunk] = holders.get(chunk, 0) | bit
             slot.used_size += size
         self._shrink(number, slot)
@@ -179,7 +183,7 @@ class PrefixIndex:
                 used[chunk] = count - 1
                 continue
             del used[chunk]
-            size = bytes_of(position + 1) - bytes_of(position)
+            size = chunk_size(position)
             slot.used_size -= size
             if computed is None or position < computed:
                 idle[chunk] = size
@@ -191,7 +195,7 @@ class PrefixIndex:
     def answered(self, number: int, prompt: Prompt, answer_size: int) -> None:
         """A prompt was answered with about `answer_size` bytes: the slot holds both, to the last token."""
         chunks = prompt.chunks
-        if not chunks:
+        if not chunks or answer_size < ANSWER_BYTES_MIN:
             return
         slot = self._slot(number)
         sizes = self._ends.get(chunks[-1], ())

@@ -46,6 +46,7 @@ class PredictedTicket(Ticket):
         "epoch",
         "has_ended",
         "hit_chunks",
+        "is_indexed",
         "is_seen",
         "kind",
         "load_then",
@@ -63,6 +64,7 @@ class PredictedTicket(Ticket):
         self.epoch = target.epoch
         self.placed_at = placed_at
         self.has_ended = False
+        self.is_indexed = False  # the prefix index counts it
         self.is_seen = False  # its first token was told of
         self.began_at: float | None = None  # when the first token came, or was to come where nobody tells
         self.uncached = 0.0  # of the prompt, to be computed
@@ -85,6 +87,10 @@ class Account(NamedTuple):
     chunks: int  # of prompts, and ends of them, believed to be cached
     kv_tokens: float  # in use when all answers are whole
     capacity_tokens: float | None  # None: not known
+
+
+def _load_of(target: "Target") -> float:
+    return target.load
 
 
 class Target:
@@ -199,9 +205,9 @@ class Target:
         """Derives what placement reads. Of the prefix index: tokens that running prompts use, and all that are cached."""
         pace = self.pace_now
         load, running = self.load, self.running
-        for other in self.group:
-            if other is not self and other.load > load:
-                load, running = other.load, other.running
+        if len(self.group) > 1:
+            fullest = max(self.group, key=_load_of)
+            load, running = fullest.load, fullest.running
         step_s = step.at(load) * pace
         token_s = self.token_s = prefill.slope * pace
         wait_s = self.queued * token_s

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from msgspec import Raw
 
+from router.policy.prompt import BytesPrompt, Chains
 from router.request.schema import (
     ABSENT,
     ChatFields,
@@ -24,9 +25,10 @@ _NEEDLE_BYTES = 64
 
 
 class PromptPlace(NamedTuple):
-    """Where a prompt stands in a body, also after other keys were added there: `size` bytes of the value of `key`."""
+    """Where a prompt stands in a body: `size` bytes of the value of `key`, from `begin`."""
 
     key: bytes = b""  # in quotes
+    begin: int = 0
     size: int = 0
     head: bytes = b""  # tools and system text, which the engine puts first
 
@@ -40,26 +42,29 @@ def prompt_place(body: bytes, fields: CommonFields) -> PromptPlace:
         return NO_PROMPT
     head = b"" if fields.tools is ABSENT else bytes(fields.tools)
     if isinstance(fields, ChatFields):
-        return PromptPlace(b'"messages"', _messages_size(body, fields), head)
+        return _messages_place(body, fields, head)
     if isinstance(fields, MessagesFields):
         if fields.system is not ABSENT:
             head += bytes(fields.system)
-        return PromptPlace(b'"messages"', _messages_size(body, fields), head)
+        return _messages_place(body, fields, head)
     if isinstance(fields, CompletionFields):
-        return PromptPlace(b'"prompt"', len(memoryview(fields.prompt)), head)
+        return PromptPlace(b'"prompt"', _value_begin(body, b'"prompt"'), len(memoryview(fields.prompt)), head)
     if isinstance(fields, ResponsesFields):
-        return PromptPlace(b'"input"', _items_size(fields.input), head)
+        return PromptPlace(b'"input"', _value_begin(body, b'"input"'), _items_size(fields.input), head)
     return NO_PROMPT
 
 
-def prompt_bytes(body: bytes, place: PromptPlace) -> bytes | memoryview:
-    """The prompt. `body` is the one whose place it is, or one in which its value stands as it did."""
+def prompt_in(body: bytes, place: PromptPlace, scope: int, *, is_changed: bool, chains: Chains | None = None) -> BytesPrompt:
+    """The prompt. `body` is the one whose place it is, or, if `is_changed`, one in which the value stands as it did.
+
+    `scope`: hash of what must be equal besides the bytes for KV to be equal, as the engine's name of the model.
+    """
     if not place.size:
-        return place.head
-    begin = _value_begin(body, place.key)
+        return BytesPrompt(place.head, scope)
+    begin = _value_begin(body, place.key) if is_changed else place.begin
     if place.head:
-        return b"".join([place.head, memoryview(body)[begin : begin + place.size]])
-    return memoryview(body)[begin : begin + place.size]
+        return BytesPrompt(b"".join([place.head, memoryview(body)[begin : begin + place.size]]), scope, chains=chains)
+    return BytesPrompt(body, scope, begin=begin, size=place.size, chains=chains)
 
 
 def _value_begin(body: bytes, key: bytes) -> int:
@@ -69,18 +74,21 @@ def _value_begin(body: bytes, key: bytes) -> int:
     return begin
 
 
-def _messages_size(body: bytes, fields: ChatFields | MessagesFields) -> int:
+def _messages_place(body: bytes, fields: ChatFields | MessagesFields, head: bytes) -> PromptPlace:
     if not fields.messages:
-        return 0
-    begin = _value_begin(body, b'"messages"')
+        return PromptPlace(head=head)
+    begin = body.find(b'"messages":[')
+    begin = _value_begin(body, b'"messages"') if begin < 0 else begin + len(b'"messages":')
+    if fields.tools is ABSENT and (end := body.rfind(b"}]") + 1) > begin:
+        return PromptPlace(b'"messages"', begin, end - begin, head)
     last = fields.messages[-1].content
     if last is not ABSENT:
         needle = bytes(memoryview(last)[-_NEEDLE_BYTES:])
         found = body.rfind(needle)
         end = body.find(b"}", found + len(needle)) + 1
         if end > begin:
-            return end - begin
-    return max(0, len(body) - begin)
+            return PromptPlace(b'"messages"', begin, end - begin, head)
+    return PromptPlace(b'"messages"', begin, max(0, len(body) - begin), head)
 
 
 def _items_size(items: Raw) -> int:

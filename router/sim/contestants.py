@@ -5,7 +5,7 @@ import difflib
 import enum
 import random
 from collections.abc import Iterable, Mapping
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, get_args, get_type_hints
 
 from router.policy.cost import PredictedSettings
@@ -49,9 +49,14 @@ def make_policy(name: str, settings: Any, rng: random.Random) -> Policy:
     return Oracle(rng, settings) if name == ORACLE else RIVALS[name].make(rng, settings)
 
 
-def settings_of(names: Iterable[str], given: Iterable[str]) -> Mapping[str, Any]:
-    """The settings of each of `names`, changed by each `policy.key=value` of `given`. Raises ContestantError."""
-    settings = {name: default_settings(check_name(name)) for name in names}
+def settings_of(
+    names: Iterable[str], given: Iterable[str], base: Mapping[str, Any] = MappingProxyType({})
+) -> Mapping[str, Any]:
+    """The settings of each of `names`, those of `base` or else its defaults, changed by each `policy.key=value` of `given`.
+
+    Raises ContestantError.
+    """
+    settings = {name: base[name] if name in base else default_settings(check_name(name)) for name in names}
     for text in given:
         place, equals, value = text.partition("=")
         name, dot, key = place.partition(".")

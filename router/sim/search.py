@@ -29,7 +29,7 @@ LOADS = (1.0, 1.5)
 SEED = 101  # not one of those that policies are compared with
 DURATION_SHARE = 0.5  # of a workload's own
 BUDGET = 16  # tries for each rival
-GOOD_DECIMALS = 3
+GOOD_DECIMALS, TIE = 3, 0.0005  # half of the last digit that counts
 # What its operator measures on the hardware instead of searching it.
 CALIBRATED: Mapping[str, Mapping[str, object]] = {
     "llmd_token_load": {"prefill_tokens_per_s": H200_GLM.prefill_tokens_per_s},
@@ -68,7 +68,7 @@ def value_of(runs: Sequence[Run], oracle_p90_s: Sequence[float]) -> float:
         min(1.0, oracle / p90) if (p90 := run.figures.values["ttft_p90_s"]) > 0.0 else 1.0
         for run, oracle in zip(runs, oracle_p90_s, strict=True)
     ]
-    return round(good, GOOD_DECIMALS) + 0.5 * 10**-GOOD_DECIMALS * sum(nearness) / len(nearness)
+    return round(good, GOOD_DECIMALS) + TIE * sum(nearness) / len(nearness)
 
 
 def find(name: str, oracle_p90_s: Sequence[float], budget: int, workloads: Sequence[str] = WITH_REUSE) -> Found:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from router.policy.interface import Priority
-from router.policy.prompt import FINE_BYTES, BytesPrompt, Prompt, bytes_of
+from router.policy.prompt import FIRST_BYTES, BytesPrompt, Prompt, bytes_of
 from router.sim.logged_prompts import LoggedPrompt
 from router.sim.prompts import BLOCK_TOKENS, CHAT_BYTES_PER_TOKEN, Segment, SimPrompt, answer_blocks
 from router.sim.request import SimRequest
@@ -211,8 +211,8 @@ def _from_blocks(line: Line, scope: int, answer: Segment) -> _Prompt:
 
 
 def _from_chunks(line: Line, scope: int, answer: Segment, bytes_per_token: float) -> _Prompt:
-    if line.fields["block_bytes"] != FINE_BYTES:
-        raise line.error("block_bytes", f"give {FINE_BYTES}, the only grid there is, or leave it out for blocks of tokens")
+    if line.fields["block_bytes"] != FIRST_BYTES:
+        raise line.error("block_bytes", f"give {FIRST_BYTES}, the only grid there is, or leave it out for blocks of tokens")
     chunks, size = line.hashes("blocks"), line.size("prompt_bytes")
     if not bytes_of(len(chunks)) <= size < bytes_of(len(chunks) + 1):
         raise line.error(

@@ -13,9 +13,13 @@ FILE = "tuned.toml"  # beside the rivals; a table for each, with the settings th
 
 def tuned_settings() -> Mapping[str, Any]:
     """The settings of every rival by its name. Raises ContestantError for a rival or a setting that does not exist."""
-    tables = tomllib.loads(resources.files("router.sim.rivals").joinpath(FILE).read_text(encoding="utf-8"))
-    given = [f"{name}.{key}={_text(value)}" for name, changes in tables.items() for key, value in changes.items()]
-    return settings_of(RIVALS, given)
+    return read_settings(resources.files("router.sim.rivals").joinpath(FILE).read_text(encoding="utf-8"))
+
+
+def read_settings(text: str) -> Mapping[str, Any]:
+    """As `tuned_settings`, of such a file's text."""
+    tables = tomllib.loads(text)
+    return settings_of(RIVALS, [f"{name}.{key}={_text(value)}" for name, own in tables.items() for key, value in own.items()])
 
 
 def _text(value: object) -> str:

@@ -8,13 +8,15 @@ from router.types import ReplicaId
 
 # Explaining costs about as much as deciding, so that not every placement is explained.
 SAMPLE_EVERY_S = 0.05
+# Nothing was placed: the next one is tried soon. When many wait, most tries are of that kind.
+RETRY_AFTER_S = SAMPLE_EVERY_S / 4
 
 
 class Explained(Policy):
     """Stands where requests are placed. It decides nothing itself; what it notes is in `Ticket.terms`."""
 
     def __init__(self, policy: Policy, *, always: bool) -> None:
-        """`always`: each placement is explained, and not 20 a second at most."""
+        """`always`: each placement is explained, and not only 20 a second."""
         self._policy = policy
         self._always = always
         self._next_at = 0.0
@@ -23,10 +25,12 @@ class Explained(Policy):
     def place(self, request: PlacementRequest, candidates: Sequence[ReplicaId], now: float) -> Ticket | None:
         if now < self._next_at and not self._always:
             return self._policy.place(request, candidates, now)
-        self._next_at = now + SAMPLE_EVERY_S
         terms = self._policy.explain(request, candidates)  # before the placement changes them
         ticket = self._policy.place(request, candidates, now)
-        if ticket is not None:
+        if ticket is None:
+            self._next_at = now + RETRY_AFTER_S
+        else:
+            self._next_at = now + SAMPLE_EVERY_S
             ticket.terms = terms
         return ticket
 

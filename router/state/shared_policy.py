@@ -199,5 +199,5 @@ class SharedPolicy(Policy):
     def forgotten(self, replica: ReplicaId, rank: int, blocks: Sequence[int], now: float) -> None:
         self._policy.forgotten(replica, rank, blocks, now)
 
-    def trusted(self, replica: ReplicaId, rank: int, coverage: Coverage, now: float) -> None:
-        self._policy.trusted(replica, rank, coverage, now)
+    def trusted(self, replica: ReplicaId, rank: int, coverage: Coverage) -> None:
+        self._policy.trusted(replica, rank, coverage)

@@ -73,6 +73,8 @@ def test_without_anything_the_defaults_hold() -> None:
         (None, {}, {"require_keys": True, "allow_anonymous": True, "api_key": ("k",)}, "contradict"),
         (None, {}, {"host": "0.0.0.0"}, "--allow-anonymous"),
         (None, {}, {"admin_host": "::"}, "--admin-token"),
+        (None, {}, {"decision_log": "/nowhere/log"}, "decision_log /nowhere/log: its folder does not exist; make it first"),
+        (None, {}, {"decision_log": "/"}, "decision_log /: is a folder; give a file in it"),
         (None, {}, {"workers": 0}, "workers 0: must be from 1 to 256"),
         (None, {"INTELLECT_WORKERS": "many"}, {}, "INTELLECT_WORKERS is 'many': must be a whole number"),
         (None, {}, {"redis": "localhost:6379"}, r"redis 'localhost:6379': give redis://"),

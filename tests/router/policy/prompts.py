@@ -1,12 +1,15 @@
 """Prompts for tests: texts of which the beginning says what they share."""
 
-from router.policy.prompt import FINE_BYTES, BytesPrompt
+from router.policy.prompt import BytesPrompt
+
+# Bytes: about 64 tokens.
+UNIT = 256
 
 
-def text(name: str, chunks: float) -> bytes:
-    """`chunks` times 256 bytes that only this name has."""
+def text(name: str, units: float, *, unit: int = UNIT) -> bytes:
+    """`units` times 256 bytes that only this name has."""
     line = f"{name}|".encode()
-    size = int(chunks * FINE_BYTES)
+    size = int(units * unit)
     return (line * (size // len(line) + 1))[:size]
 
 

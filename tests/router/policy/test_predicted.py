@@ -12,11 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from protocol.usage import Usage
 from router.policy.cost import PredictedSettings
 from router.policy.interface import PlacementRequest, ReplicaFacts, Ticket
-from router.policy.predicted import Predicted
-from router.policy.prompt import FINE_BYTES
+from router.policy.predicted import REFRESH_EVERY, Predicted
 from router.policy.targets import PredictedTicket
 from router.types import ReplicaId
-from tests.router.policy.prompts import prompt, text
+from tests.router.policy.prompts import UNIT, prompt, text
 
 A, B, C = ReplicaId("a:1"), ReplicaId("b:1"), ReplicaId("c:1")
 
@@ -51,10 +50,10 @@ def test_a_conversation_goes_back_to_the_replica_that_has_it_cached() -> None:
     for seed in range(10):
         policy = fleet(A, B, C, seed=seed)
         first = place(policy, ask(text("chat", 20)), [A, B, C], 0.0)
-        serve(policy, first, 0.0, completion=200)
-        second = place(policy, ask(text("chat", 20), text("answer", 3), text("next", 1)), [A, B, C], 2.0)
+        serve(policy, first, 0.0, completion=600)
+        second = place(policy, ask(text("chat", 20), text("answer", 9), text("next", 1)), [A, B, C], 2.0)
         assert second.replica == first.replica
-        assert second.cached_tokens == pytest.approx((20 * FINE_BYTES + 200 * 4) / 4, rel=0.05)
+        assert second.cached_tokens == pytest.approx((20 * UNIT + 600 * 4) / 4, rel=0.05)
 
 
 def test_a_cached_beginning_does_not_outweigh_a_long_queue() -> None:
@@ -118,15 +117,25 @@ def test_nobody_gets_the_credit_of_another_model_or_tenant() -> None:
 def test_a_request_waits_while_no_replica_could_start_it_soon() -> None:
     """It is placed when it can start, not when it comes; an idle replica always takes it."""
     policy = fleet(A, B)
+    for number in range(REFRESH_EVERY):
+        serve(policy, place(policy, ask(text(f"before {number}", 60)), [A, B], 2.0 * number), 2.0 * number)
+    now = 2.0 * REFRESH_EVERY
     running: list[Ticket] = []
-    while (ticket := policy.place(ask(text(f"{len(running)}", 60)), [A, B], 0.0)) is not None:
+    while (ticket := policy.place(ask(text(f"{len(running)}", 60)), [A, B], now)) is not None:
         running.append(ticket)
-        assert len(running) < 100
+        assert len(running) < 1000
     assert {ticket.replica for ticket in running} == {A, B}
     for ticket in running:
         if ticket.replica == B:
-            policy.ended(ticket, None, 1.0)
-    assert place(policy, ask(text("late", 60)), [A, B], 1.0).replica == B
+            policy.ended(ticket, None, now + 1.0)
+    assert place(policy, ask(text("late", 60)), [A, B], now + 1.0).replica == B
+
+
+def test_nothing_waits_for_a_pace_that_is_only_assumed() -> None:
+    """A burst right after the start goes to the replicas at once, as many as it may be."""
+    policy = fleet(A, B)
+    replicas = {place(policy, ask(text(f"{number}", 60)), [A, B], 0.0).replica for number in range(300)}
+    assert replicas == {A, B}
 
 
 def test_a_request_that_does_not_fit_into_the_kv_cache_waits_unless_the_replica_is_idle() -> None:

@@ -8,10 +8,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from router.policy.prefix_index import Hit, PrefixIndex
-from router.policy.prompt import FINE_BYTES, bytes_of
-from tests.router.policy.prompts import prompt, text
+from router.policy.prompt import FINE_BYTES, bytes_of, chunk_size
+from tests.router.policy.prompts import prompt
+from tests.router.policy.prompts import text as text_of
 
 ROOM = 1000 * FINE_BYTES
+
+
+def text(name: str, steps: float) -> bytes:
+    """So many steps of the fine grid, which has its first boundary at the second of them and becomes coarser at the 16th."""
+    return text_of(name, steps, unit=FINE_BYTES)
 
 
 def held(index: PrefixIndex, slot: int, *parts: bytes) -> int:
@@ -35,7 +41,7 @@ def test_each_slot_is_credited_with_what_it_holds_of_a_prompt() -> None:
     serve(index, a, text("system", 4), text("one", 8))
     index.begin(b, prompt(text("system", 4), text("two", 3)).chunks)  # what runs counts at once
     hits = index.lookup(prompt(text("system", 4), text("one", 8), text("more", 2)))
-    assert hits == [Hit(1 << a, 12, 12 * FINE_BYTES), Hit(1 << b, 4, 4 * FINE_BYTES)]
+    assert hits == [Hit(1 << a, 11, 12 * FINE_BYTES), Hit(1 << b, 3, 4 * FINE_BYTES)]
     assert held(index, c, text("system", 4)) == 0
 
 
@@ -43,10 +49,10 @@ def test_a_conversation_is_credited_with_its_answer_too() -> None:
     """The next turn goes back to the replica that generated the last answer, whose tokens it has cached as well."""
     index = PrefixIndex()
     a, b = index.open(ROOM), index.open(ROOM)
-    serve(index, a, text("chat", 3.4), answer=700)
+    serve(index, a, text("chat", 3.4), answer=2500)
     serve(index, b, text("chat", 3.4))
-    following = (text("chat", 3.4), b"answer" * 200, b"question")
-    assert held(index, a, *following) == int(3.4 * FINE_BYTES) + 700
+    following = (text("chat", 3.4), b"answer" * 500, b"question")
+    assert held(index, a, *following) == int(3.4 * FINE_BYTES) + 2500
     assert held(index, b, *following) == 3 * FINE_BYTES
     assert held(index, a, text("chat", 3.4), b"short") == int(3.4 * FINE_BYTES) + 5, "never more than the prompt has"
     assert held(index, a, text("chat", 3.3), b"another question" * 50) == 3 * FINE_BYTES, "this is no continuation of it"
@@ -56,12 +62,12 @@ def test_an_answer_that_became_part_of_a_prompt_is_counted_once() -> None:
     """A long conversation does not take twice the room that it takes in the engine."""
     index = PrefixIndex()
     slot = index.open(ROOM)
-    serve(index, slot, text("chat", 3.4), answer=700)
-    following = prompt(text("chat", 3.4), b"answer" * 200)
+    serve(index, slot, text("chat", 3.4), answer=2500)
+    following = prompt(text("chat", 3.4), b"answer" * 500)
     (hit,) = index.lookup(following)
     index.drop(slot, hit.tail)
     index.begin(slot, following.chunks)
-    assert index.sizes(slot)[1] == len(following.chunks) * FINE_BYTES
+    assert index.sizes(slot)[1] == bytes_of(len(following.chunks))
 
 
 def test_the_oldest_is_forgotten_first_and_of_a_prompt_its_end() -> None:
@@ -124,7 +130,7 @@ def test_what_was_never_computed_is_not_believed_to_be_there() -> None:
     serve(index, slot, text("p", 4))
     chunks = prompt(text("p", 10)).chunks
     index.begin(slot, chunks)
-    index.end(slot, chunks, computed=4)
+    index.end(slot, chunks, computed=3)
     assert held(index, slot, text("p", 10)) == 4 * FINE_BYTES
 
 
@@ -146,7 +152,7 @@ def test_a_smaller_bound_is_kept_at_once(prompts: list[tuple[int, float]], bound
     index = PrefixIndex()
     slot = index.open(ROOM)
     for name, chunks in prompts:
-        serve(index, slot, text(str(name), chunks), answer=300)
+        serve(index, slot, text(str(name), chunks), answer=3000)
     index.set_bound(slot, bound * FINE_BYTES)
     assert index.sizes(slot)[1] <= bound * FINE_BYTES
 
@@ -177,7 +183,7 @@ class Caches(RuleBasedStateMachine):
         self.running.append((slot, whole))
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), computed=st.sampled_from([None, 0, 3]), answer=st.sampled_from([None, 0, 900]))
+    @rule(data=st.data(), computed=st.sampled_from([None, 0, 3]), answer=st.sampled_from([None, 0, 5000]))
     def end(self, data: st.DataObject, computed: int | None, answer: int | None) -> None:
         slot, whole = data.draw(st.sampled_from(self.running))
         self.running.remove((slot, whole))
@@ -214,9 +220,10 @@ class Caches(RuleBasedStateMachine):
     @invariant()
     def bounds_hold(self) -> None:
         for slot, bound in self.bounds.items():
-            used = {chunk for number, whole in self.running if number == slot for chunk in prompt(whole).chunks}
+            prompts = [prompt(whole).chunks for number, whole in self.running if number == slot]
+            used = {chunk: chunk_size(position) for chunks in prompts for position, chunk in enumerate(chunks)}
             in_use, held = self.index.sizes(slot)
-            assert in_use == len(used) * FINE_BYTES
+            assert in_use == sum(used.values())
             assert held <= max(bound, in_use)
 
 
@@ -230,11 +237,11 @@ def test_many_slots_cost_no_more_memory_than_their_bounds(slots: int) -> None:
     index, rng = PrefixIndex(), random.Random(1)
     opened = [index.open(20 * FINE_BYTES) for _ in range(slots)]
     for turn in range(3000):
-        serve(index, rng.choice(opened), text(f"{turn}", 4), answer=10)
-    assert index.entries <= slots * 25
+        serve(index, rng.choice(opened), text(f"{turn}", 4), answer=3000)
+    assert index.entries <= slots * 30
     for slot in opened:
         index.close(slot)
     last = index.open(20 * FINE_BYTES)
-    for turn in range(slots * 25):
+    for turn in range(slots * 30):
         serve(index, last, text(f"z{turn % 3}", 1))
     assert index.entries <= 20

@@ -128,10 +128,10 @@ def test_the_same_session_id_of_two_tenants_is_two_sessions() -> None:
 @pytest.mark.parametrize(
     ("prompts", "together"),
     [
-        ([b"s" * 256 + b"one", b"s" * 256 + b"two" * 200], True),  # the same first chunk
-        ([b"t" * 255, b"t" * 255], True),  # too short for a chunk, and equal
+        ([b"s" * 1024 + b"one", b"s" * 1024 + b"two" * 200], True),  # the same first chunk
+        ([b"t" * 1023, b"t" * 1023], True),  # too short for a chunk, and equal
         ([b"%d" % number for number in range(50)], False),  # short and different: nothing to share
-        ([b"%03d" % number * 100 for number in range(50)], False),
+        ([b"%03d" % number * 400 for number in range(50)], False),
     ],
 )
 def test_without_a_session_id_the_beginning_of_the_prompt_decides(prompts: list[bytes], together: bool) -> None:

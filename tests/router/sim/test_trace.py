@@ -60,6 +60,38 @@ def test_blocks_stand_for_the_prompt(tmp_path: Path) -> None:
     assert (len(one.answer_blocks), len(other.answer_blocks)) == (1, 1)
 
 
+def logged(*chunks: int, size: int, tokens: int, **more: object) -> dict[str, object]:
+    line = {"t": 0, "outcome": "completed", "blocks": list(chunks), "block_bytes": 1024, "prompt_bytes": size}
+    return line | {"prompt_tokens": tokens, "output_tokens": 20, "request_id": "r", "replica": "a:1", "model": "m", **more}
+
+
+def test_a_decision_log_is_played_with_the_sizes_that_prompts_had(tmp_path: Path) -> None:
+    """Chunks stay chunks; KV blocks follow from the model's mean bytes per token, the same for all of its prompts."""
+    lines = [
+        logged(1, 2, 3, size=2100, tokens=350, prompt_hash=9, cached_tokens=0, predicted_s=0.1, ttft_s=0.2, waited_s=0.0),
+        logged(1, 2, 4, size=2100, tokens=350, prompt_hash=8, attempts=1, session="s", priority="batch"),
+    ]
+    one, other = requests_of(written(tmp_path, *lines))
+    assert (one.prompt.size, one.prompt_tokens, one.output_tokens, len(one.blocks)) == (2100, 350, 20, 21)
+    assert [left == right for left, right in zip(one.prompt.chunks, other.prompt.chunks, strict=True)] == [True, True, False]
+    # 6 bytes a token: 1536 bytes that are equal are 16 blocks of 96 bytes.
+    assert [left == right for left, right in zip(one.blocks, other.blocks, strict=True)] == [*[True] * 16, *[False] * 5]
+    assert len(one.answer_blocks) == len(other.answer_blocks) == 2
+    assert not set(one.answer_blocks) & set(other.answer_blocks)
+    assert (other.affinity, other.priority) == ("s", Priority.BATCH)
+
+
+def test_requests_whose_answer_was_not_counted_are_left_out_of_a_decision_log(tmp_path: Path) -> None:
+    """Nobody knows how long the answers of failed requests would have been."""
+    failed = {
+        key: value for key, value in logged(1, size=1100, tokens=180).items() if key not in ("output_tokens", "prompt_tokens")
+    }
+    path = written(tmp_path, logged(1, size=1100, tokens=180), failed | {"outcome": "client_gone"})
+    assert len(requests_of(path)) == 1
+    with pytest.raises(TraceError, match="has no requests"):
+        read_trace(written(tmp_path, failed))
+
+
 def test_mooncakes_shape_is_read(tmp_path: Path) -> None:
     """Milliseconds, and one id for each 512 tokens, the last of which may be cut."""
     lines = [
@@ -107,6 +139,12 @@ GOOD = {"t": 0, "prompt": "p", "output_tokens": 1}
         ({"t": 0, "blocks": [1, None], "output_tokens": 1}, "line 2: blocks is [1, null]; its element null is neither"),
         ({"t": 0, "blocks": [], "output_tokens": 1}, "line 2: blocks is []; 0 whole blocks of 16 tokens do not make"),
         ({"t": 0, "blocks": [1], "output_tokens": 1, "prompt_tokens": 40}, "line 2: prompt_tokens is 40; 1 whole blocks"),
+        (
+            logged(1, size=1100, tokens=180) | {"block_bytes": 64},
+            "line 2: block_bytes is 64; give 1024, the only grid there is",
+        ),
+        (logged(1, size=600, tokens=50), "line 2: prompt_bytes is 600; a prompt of 1 chunks has at least 1024 bytes"),
+        (logged(1, size=-1, tokens=50), "line 2: prompt_bytes is -1; give a whole number of bytes"),
         ({"timestamp": 0, "hash_ids": [1], "input_length": 9}, "line 2: output_length is missing; lines with hash_ids have"),
         (
             {"timestamp": 0, "hash_ids": [1], "input_length": 513, "output_length": 1},
