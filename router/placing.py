@@ -121,6 +121,12 @@ class Placing:
     def _look(self) -> None:
         self._wake = None
         now = self._clock()
+        try:
+            self._hand_out(now)
+        finally:  # whatever went wrong with one, the others are looked at again
+            self._set_timer()
+
+    def _hand_out(self, now: float) -> None:
         for waiting, ticket in self._dispatcher.due(now):
             future = self._futures.get(waiting)
             if future is not None and not future.done():
@@ -131,15 +137,14 @@ class Placing:
             future = self._futures.get(waiting)
             if future is not None and not future.done():
                 future.set_exception(overloaded(RETRY_AFTER_EXPIRED_S))
-        self._set_timer(now)
 
-    def _set_timer(self, now: float) -> None:
+    def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         deadline = self._dispatcher.next_deadline()
         if deadline is not None:
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - now), self._schedule)
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - self._clock()), self._schedule)
 
 
 def overloaded(retry_after_s: float) -> Rejection:
