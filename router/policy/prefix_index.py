@@ -32,11 +32,12 @@ class Hit(NamedTuple):
 
 
 class _Slot:
-    __slots__ = ("bound", "idle", "idle_size", "reserved", "used", "used_size")
+    __slots__ = ("bound", "idle", "idle_size", "reserved", "runs", "used", "used_size")
 
     def __init__(self, bound: int) -> None:
         self.bound = bound
-        self.used: dict[int, int] = {}  # chunk -> requests that run on it
+        self.runs: dict[int, int] = {}  # last chunk -> requests that run with it, and so with the same chunks before it
+        self.used: dict[int, int] = {}  # chunk -> how many of the runs have it
         self.used_size = 0
         self.idle: OrderedDict[int, int] = OrderedDict()  # chunk or tail -> bytes, least recently used first
         self.idle_size = 0
@@ -107,6 +108,15 @@ class PrefixIndex:
         alive = self._open
         hits: list[Hit] = []
         depth = 0
+        some = alive & holders.get(chunks[0], 0)
+        if not some:
+            return ()
+        if some == alive & holders.get(chunks[-1], 0):
+            # Who holds the last holds all, and nobody holds less.
+            self._add_hits(hits, prompt, some, len(chunks), chunks[-1])
+            if len(hits) > 1:
+                hits.sort(key=_size_of, reverse=True)
+            return hits
         for chunk in chunks:
             still = alive & holders.get(chunk, 0)
             if still != alive:
@@ -147,6 +157,14 @@ class PrefixIndex:
         """
         slot = self._slot(number)
         slot.reserved += reserved
+        if self._given_up:
+            self._purge()
+        if chunks:
+            running = slot.runs.get(chunks[-1], 0)
+            slot.runs[chunks[-1]] = running + 1
+            if running:  # the same beginning runs already: nothing changes but the count
+                self._shrink(number, slot)
+                return
         used, idle, holders = slot.used, slot.idle, self._holders
         bit = 1 << number
         position = 0
@@ -165,8 +183,6 @@ class PrefixIndex:
                 holders[chunk] = holders.get(chunk, 0) | bit
             slot.used_size += size
         self._shrink(number, slot)
-        if self._given_up:
-            self._purge()
 
     def end(self, number: int, chunks: Sequence[int], *, computed: int | None = None, reserved: int = 0) -> None:
         """The counterpart of `begin`, with the same `reserved`: its chunks are kept as long as there is room.
@@ -175,6 +191,11 @@ class PrefixIndex:
         """
         slot = self._slot(number)
         slot.reserved -= reserved
+        if chunks:
+            running = slot.runs.pop(chunks[-1]) - 1
+            if running:
+                slot.runs[chunks[-1]] = running
+                return
         used, idle = slot.used, slot.idle
         for position in range(len(chunks) - 1, -1, -1):
             chunk = chunks[position]

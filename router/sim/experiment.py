@@ -105,8 +105,8 @@ def _policies(spec: RunSpec) -> list[Policy]:
 
 
 def _gateway(name: str, policy: Policy) -> Gateway:
-    """Ours comes with the queue it is made for; the others place each request the moment it arrives, as they do at home."""
-    if name == PREDICTED:
+    """Ours and the oracle come with our queue; the others place each request the moment it arrives, as they do at home."""
+    if name in (PREDICTED, ORACLE):
         return LateBindingGateway(policy, clock_ns=time.process_time_ns)
     return DirectGateway(policy, clock_ns=time.process_time_ns)
 

@@ -16,6 +16,10 @@ in seconds, where
 - pressure: what it would drive out: tokens that must be computed again because sequences outgrow the KV cache and are
   preempted, and cached tokens that are evicted for it, at the prefill rate.
 
+It binds late, as the router does: where a request's best rank could not start it soon (prompts of more than `startable_s`
+wait there, or its own does not fit into the free part of the KV cache beside those), the request waits in the router's fair
+queue and is placed anew when something has begun or ended.
+
 Ties are random. The weights were searched on few seeds of six workloads, four of them past saturation.
 """
 
@@ -41,6 +45,7 @@ class OracleWeights:
     horizon: int = 500  # tokens
     preempted: float = 1.0  # of a token that must be computed again
     evicted: float = 1.0  # of a cached token that may have to be
+    startable_s: float = 1.0  # of prefill that may wait at an engine when one more request is sent
 
 
 class OracleTicket(Ticket):
@@ -110,7 +115,7 @@ class Oracle(Policy):
             for replica in replicas
         }
 
-    def place(self, request: PlacementRequest, candidates: Sequence[ReplicaId], now: float) -> Ticket:
+    def place(self, request: PlacementRequest, candidates: Sequence[ReplicaId], now: float) -> Ticket | None:
         assert isinstance(request, SimRequest), "the oracle lives in the simulator"
         least, best = math.inf, []
         for replica in candidates:
@@ -122,6 +127,8 @@ class Oracle(Policy):
                 elif cost == least:
                     best.append((replica, rank, uncached))
         replica, rank, uncached = best[int(self._rng.random() * len(best))]
+        if not self._can_start(self._views[replica][rank], uncached):
+            return None
         ticket = OracleTicket(request, replica, rank, uncached)
         self._views[replica][rank].add(request, ticket)
         return ticket
@@ -131,6 +138,14 @@ class Oracle(Policy):
 
     def ended(self, ticket: Ticket, usage: Usage | None, now: float) -> None:
         self._forget(ticket)
+
+    def _can_start(self, view: _View, uncached: int) -> bool:
+        engine = view.engine
+        if not engine.decoding and not view.pending:
+            return True
+        if view.uncached > self._weights.startable_s * engine.timing.prefill_tokens_per_s:
+            return False
+        return view.uncached + uncached <= engine.cache.free * engine.limits.kv_block_tokens
 
     def _forget(self, ticket: Ticket) -> None:
         assert isinstance(ticket.request, SimRequest)

@@ -67,3 +67,11 @@ def test_a_run_that_fails_is_named(tmp_path: Path, processes: int) -> None:
     specs = [RunSpec(policy="p2c", workload=str(path), seed=seed, is_trace=True) for seed in (1, 2)]
     with pytest.raises(RunFailed, match=rf"p2c on {path}, seed \d: "):
         execute_all(specs, processes, lambda run: None)
+
+
+def test_ours_comes_with_its_queue() -> None:
+    """Past saturation those with priority are served first; rivals, which place at once, let all wait alike."""
+    crowded = dataclasses.replace(SHORT, workload="mixed_tenants", load=3.0, duration_s=15.0)
+    ours, theirs = (execute(dataclasses.replace(crowded, policy=policy)).figures.tenants for policy in ("predicted", "p2c"))
+    assert ours["chat"]["ttft_p99_s"] < 0.5 * ours["nightly"]["ttft_p99_s"]
+    assert ours["chat"]["ttft_p99_s"] < 0.5 * theirs["chat"]["ttft_p99_s"]

@@ -114,3 +114,20 @@ def test_it_sees_what_a_router_cannot_know() -> None:
         long, short, last = result.requests
         assert long.replica != short.replica
         assert last.replica == short.replica
+
+
+def test_it_keeps_requests_back_that_no_engine_could_start_soon() -> None:
+    """A burst waits in the router, and all of it is served."""
+
+    class Counted(Oracle):
+        kept_back = 0
+
+        def place(self, request: PlacementRequest, candidates: Sequence[ReplicaId], now: float) -> Ticket | None:
+            ticket = super().place(request, candidates, now)
+            self.kept_back += ticket is None
+            return ticket
+
+    rng = random.Random(0)
+    patient = Counted(random.Random(0))
+    run([request_of(number, 0.0, fresh(rng, 3000), [1] * 5) for number in range(40)], patient, 0)
+    assert patient.kept_back > 0
