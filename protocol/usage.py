@@ -2,6 +2,8 @@
 
 import msgspec
 
+TOKENS_END = 2**31  # no answer takes so many: a count outside 0 <= n < TOKENS_END is none
+
 
 class _PromptDetails(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None
@@ -27,8 +29,13 @@ class UsageField(msgspec.Struct, frozen=True):
     cache_read_input_tokens: int | None = None
 
     def read(self) -> Usage:
+        """A count that no answer can have is as good as not told."""
         details = self.prompt_tokens_details or self.input_tokens_details
         cached = self.cache_read_input_tokens if details is None else details.cached_tokens
         prompt = self.input_tokens if self.prompt_tokens is None else self.prompt_tokens
         completion = self.output_tokens if self.completion_tokens is None else self.completion_tokens
-        return Usage(prompt or 0, completion or 0, cached)
+        return Usage(_credible(prompt) or 0, _credible(completion) or 0, _credible(cached))
+
+
+def _credible(tokens: int | None) -> int | None:
+    return tokens if tokens is not None and 0 <= tokens < TOKENS_END else None

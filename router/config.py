@@ -280,6 +280,8 @@ def _check_writable(name: str, path: Path) -> None:
     """Raises ConfigError unless a file can be written there, as far as that can be told without doing it."""
     if path.is_dir():
         raise ConfigError(f"{name} {path}: is a folder; give a file in it")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{name} {path}: is not a regular file; give a file that may be written")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{name} {path}: its folder does not exist; make it first")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):

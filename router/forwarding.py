@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
 from protocol import headers as names
 from protocol.openai import InvalidRequestError, Surface
@@ -49,6 +49,8 @@ FORWARDED = (b"traceparent", b"tracestate")
 # How OpenAI's and Anthropic's clients say that they try again.
 CLIENT_RETRY_COUNT = b"x-stainless-retry-count"
 
+# The surfaces that are answered with generated tokens.
+GENERATING = frozenset({Surface.CHAT, Surface.COMPLETIONS, Surface.RESPONSES, Surface.MESSAGES})
 _PRIORITIES = {priority.value.encode(): priority for priority in Priority}
 
 # Surfaces whose prompts an engine tokenizes for whoever asks.
@@ -239,15 +241,21 @@ class Forwarding:
 
     def _placement_request(self, *, is_changed: bool) -> PlacementRequest:
         facts, exchange, headers = self._facts, self._exchange, self._request.headers
-        affinity = headers.get(names.SESSION_ID)
+        word = headers.get(names.SESSION_ID)
+        if word is None and facts.prompt_cache_key is not None:
+            word = facts.prompt_cache_key.encode("utf-8", "replace")
         return PlacementRequest(
             self._engine_model,
             prompt_in(self._body, facts.prompt, scope_of(self._engine_model), is_changed=is_changed, chains=self._parts.chains),
             tenant=exchange.tenant,
-            affinity=facts.prompt_cache_key if affinity is None else affinity.decode("latin-1"),
+            affinity=affinity_of(exchange.tenant, self._engine_model, word) if word else None,
             priority=_priority(headers.get(names.PRIORITY)),
             output_max=facts.output_max,
             streams=facts.stream,
+            generates=exchange.surface in GENERATING,
+            is_whole=facts.previous_response_id is None,
+            media=facts.media.pieces,
+            media_bytes=facts.media.size,
         )
 
     async def _attempt(self, lease: Lease) -> None:
@@ -307,22 +315,23 @@ class Forwarding:
 
     async def _place(self) -> Lease:
         exchange, table, placing = self._exchange, self._parts.fleet.table, self._parts.placing
-        ids = self._candidate_ids()
-        if not ids:
+        while True:
+            ids = self._kept_ids()
+            if not ids:
+                if exchange.tried:
+                    raise self._failed()
+                raise self._no_replica()
             if exchange.tried:
-                raise self._failed()
-            raise self._no_replica()
-        keeper = self._keeper(ids)
-        if keeper is not None:
-            ticket = placing.adopt(self._placement, keeper)
-        elif exchange.tried:
-            ticket = placing.at_once(self._placement, ids)
-        else:
-            given = placing.submit(self._placement, self._candidate_ids)
-            ticket = await self._wait(given) if isinstance(given, Waiting) else given
-        self._ticket = ticket
+                ticket = placing.at_once(self._placement, ids)
+            else:
+                given = placing.submit(self._placement, self._kept_ids)
+                ticket = await self._wait(given) if isinstance(given, Waiting) else given
+            self._ticket = ticket
+            replica = table.find(ticket.replica)
+            if replica is not None and replica.endpoint is not None:
+                break
+            self._end_ticket(None)  # it was removed in this very moment
         try:
-            replica = table.get(ticket.replica)
             lease = table.lease(replica)
         except BaseException:
             self._end_ticket(None)
@@ -359,10 +368,12 @@ class Forwarding:
     def _no_replica(self) -> Rejection:
         return no_replica(f"No replica that serves '{self._exchange.model}' is ready; GET /ready says why.")
 
-    def _keeper(self, ids: Sequence[ReplicaId]) -> ReplicaId | None:
-        """The replica that keeps the response which this one follows; no other could find it."""
+    def _kept_ids(self) -> Sequence[ReplicaId]:
+        """The candidates; only one where it keeps the response which this one follows: no other could find it."""
+        ids = self._candidate_ids()
         previous = self._facts.previous_response_id
-        return None if previous is None else keeper_of(previous, ids)
+        keeper = None if previous is None else keeper_of(previous, ids)
+        return ids if keeper is None else (keeper,)
 
     def _candidate_ids(self) -> Sequence[ReplicaId]:
         table, tried = self._parts.fleet.table, self._exchange.tried
@@ -447,6 +458,11 @@ class Forwarding:
         self._parts.metrics.continuation(reason)
         detail = self._broken.detail
         return Rejection(502, detail.message, self._broken.outcome, code=detail.code, param=detail.param)
+
+
+def affinity_of(tenant: str, model: str, word: bytes) -> str:
+    """A client's word which requests belong together, of one length and nobody else's."""
+    return xxh3_128_hexdigest(b"%b\0%b\0%b" % (tenant.encode(), model.encode(), word))
 
 
 def _priority(word: bytes | None) -> Priority:

@@ -43,7 +43,8 @@ class Journal:
             self._log.write(_record_of(exchange, request, outcome, now - duration_s, decision))
 
     def _may_note(self, now: float) -> bool:
-        allowance = self._allowance + (now - self._allowed_at) * NOTED_PER_S
+        elapsed_s = max(0.0, now - self._allowed_at)  # the clock may have been set back
+        allowance = self._allowance + elapsed_s * NOTED_PER_S
         self._allowed_at = now
         self._allowance = allowance = NOTED_AT_ONCE if allowance > NOTED_AT_ONCE else allowance
         if allowance < 1.0:

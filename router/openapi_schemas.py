@@ -117,7 +117,7 @@ _CHAT_ONLY: dict[str, Schema] = {
     "prediction": _may_be("object", description="No effect."),
     "service_tier": _may_be("string", description="No effect."),
     "safety_identifier": _may_be("string", description="No effect."),
-    "prompt_cache_key": _may_be("string", description="No effect."),
+    "prompt_cache_key": _may_be("string", description="Requests with the same one are placed together where that pays."),
 }
 _TEXT: Schema = {"type": "string", "minLength": 1}
 _SOME_TOKENS: Schema = _TOKENS | {"minItems": 1}

@@ -39,16 +39,12 @@ class Placing:
     def at_once(self, request: PlacementRequest, candidates: Sequence[ReplicaId]) -> Ticket:
         """For a request that had its turn: its first replica failed. It does not queue again."""
         now = self._clock()
-        return self._policy.place(request, candidates, now) or self._policy.adopt(request, candidates[0], 0, now)
-
-    def adopt(self, request: PlacementRequest, replica: ReplicaId) -> Ticket:
-        """Where only this replica will do."""
-        return self._policy.adopt(request, replica, 0, self._clock())
+        return self._policy.place_anyway(request, candidates, now)
 
     async def wait(
         self, waiting: Waiting, *, silence_s: float, on_silence: Callable[[], None] | None, ends_at: float | None
     ) -> Ticket | None:
-        """None: nothing that could take it is left. Raises Rejection when it has waited too long.
+        """None: nothing that could take it is left. Raises Rejection when it has waited too long, and what placing it raised.
 
         `on_silence` is called each `silence_s` meanwhile; `ends_at` is loop time. A request whose task is cancelled here has
         left the queue, and what it may just have been given is given back.
@@ -123,16 +119,24 @@ class Placing:
         now = self._clock()
         try:
             self._hand_out(now)
-        finally:  # whatever went wrong with one, the others are looked at again
-            self._set_timer()
+        finally:  # whatever went wrong with one, the others are looked at again, and wait no longer than they may
+            try:
+                self._expire(now)
+            finally:
+                self._set_timer()
 
     def _hand_out(self, now: float) -> None:
         for waiting, ticket in self._dispatcher.due(now):
             future = self._futures.get(waiting)
             if future is not None and not future.done():
-                future.set_result(ticket)
+                if waiting.error is not None:
+                    future.set_exception(waiting.error)
+                else:
+                    future.set_result(ticket)
             elif ticket is not None:  # its client left in this very turn
                 self._dispatcher.ended(ticket, None, now)
+
+    def _expire(self, now: float) -> None:
         for waiting in self._dispatcher.expired(now):
             future = self._futures.get(waiting)
             if future is not None and not future.done():

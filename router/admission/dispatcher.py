@@ -12,7 +12,8 @@ Predicted wait of a request of class c and tenant t, in seconds:
     A    A_c and all that waits in the classes above
     R    learned tokens per second that the model's fleet dispatches while something waits
     R_c  the same for class c while it waits, so that what higher classes will take meanwhile is in it
-    the last term holds when something waits: if nothing could be placed for so long, nor will it be at once
+    the last term holds when something waits: if nothing could be placed for so long, nor will it be at once. It is left out
+         when all that wait are starving and passed over by the last search: they may fit nowhere, while others do
 
 Before a rate is learned its term is left out, and before R is, nothing is refused for its predicted wait.
 """
@@ -22,7 +23,7 @@ from collections.abc import Callable, Sequence
 
 from protocol.usage import Usage
 from router.admission.counts import Counts
-from router.admission.fair_queue import PROMOTED, FairQueue, Head
+from router.admission.fair_queue import PROMOTED, FairQueue, Head, Turn
 from router.admission.priorities import AdmissionSettings
 from router.admission.tenant import Charge
 from router.admission.token_cost import EstimatedCost, used
@@ -31,6 +32,9 @@ from router.policy.interface import PlacementRequest, Policy, Priority, Ticket
 from router.types import ReplicaId
 
 RETRY_AFTER_MAX_S = 60
+# Prompts that wait, of all models together. A request holds its body as long as it waits, and counts of requests alone would
+# let large bodies fill the memory.
+WAITING_BYTES_MAX = 512 * 1024 * 1024
 # Predictions are off by some per cent. A request is let in only if it is predicted to start within this share of its bound,
 # so that it does not wait for nothing and expire just before its turn.
 _ADMITTED_SHARE = 0.9
@@ -73,6 +77,7 @@ class Dispatcher:
         self._weight_of = weight_of
         self._queues: dict[str, FairQueue] = {}  # by model; each that ever had to wait
         self._waiting = 0
+        self._waiting_bytes = 0
         self._charges: dict[Ticket, tuple[FairQueue, Charge]] = {}
         self._placed: list[tuple[Waiting, Ticket | None]] = []  # by a search, not yet returned
         self._now = -math.inf
@@ -104,11 +109,11 @@ class Dispatcher:
         return self._wait(request, candidates, self._clock(now), deadline)
 
     def due(self, now: float) -> list[tuple[Waiting, Ticket | None]]:
-        """What can be placed now, in fair order. A ticket of None: the request has no candidate any more.
+        """What can be placed now, in fair order. A ticket of None: the request has no candidate any more, or its `error` is
+        what the policy or its `candidates` raised; others are placed all the same.
 
         To be called whenever something may have become free (a first token, an end, a replica added or changed), and at
-        `next_deadline`. What the policy or a `candidates` raises comes through; what was placed before that is returned by the
-        next call.
+        `next_deadline`.
         """
         now = self._clock(now)
         self._searched_at = now
@@ -197,7 +202,8 @@ class Dispatcher:
         if predicted is not None and predicted > admitted_s:
             return self._shed(request, ShedReason.PREDICTED_WAIT, predicted, predicted - admitted_s)
         free = limits.waiting_max - queue.waiting_of(priority)
-        if queue.waiting_of_tenant(priority, request.tenant) >= _PLACES_PER_FREE_ONE * free:
+        is_heavy = self._waiting_bytes + request.prompt.size > WAITING_BYTES_MAX
+        if is_heavy or queue.waiting_of_tenant(priority, request.tenant) >= _PLACES_PER_FREE_ONE * free:
             return self._shed(request, ShedReason.QUEUE_FULL, predicted or 0.0, predicted or 0.0)
         if not self._waiting:
             self._searched_at = now  # it was tried just now
@@ -205,6 +211,7 @@ class Dispatcher:
         waiting = Waiting(request, candidates, cost=cost, since=now, deadline=deadline)
         queue.push(waiting)
         self._waiting += 1
+        self._waiting_bytes += request.prompt.size
         return waiting
 
     def _search(self, queue: FairQueue, now: float) -> None:
@@ -214,26 +221,47 @@ class Dispatcher:
         try:
             while (head := queue.next(now)) is not None:
                 waiting = head.waiting
-                chosen = waiting.candidates()
-                if not chosen:
-                    queue.drop(waiting, Ending.NO_REPLICA, now)
-                    self._ended_waiting(waiting, Ending.NO_REPLICA)
-                    self._placed.append((waiting, None))
+                try:
+                    chosen = waiting.candidates()
+                    ticket = self._try(waiting.request, tuple(_without(chosen, closed)), failures, now)
+                except Exception as error:  # the fault of this one: it must not hold up the others
+                    waiting.error = error
+                    self._drop(queue, waiting, Ending.FAILED, now)
                     continue
-                open_now = tuple(_without(chosen, closed))
-                failed = failures.get(open_now, 0)
-                if open_now and failed < self._settings.tries_per_candidates:
-                    ticket = self._policy.place(waiting.request, open_now, now)
-                    if ticket is not None:
-                        self._dispatch(queue, head, ticket, now)
-                        continue
-                    failures[open_now] = failed + 1
-                queue.pass_over(head, now, had_right_of_way=wanted.isdisjoint(chosen))
+                if not chosen:
+                    self._drop(queue, waiting, Ending.NO_REPLICA, now)
+                    continue
+                if ticket is not None:
+                    self._dispatch(queue, head, ticket, now)
+                    continue
+                had_right_of_way = wanted.isdisjoint(chosen)
+                queue.pass_over(head, now, had_right_of_way=had_right_of_way)
                 wanted.update(chosen)
-                if queue.is_starving(waiting, now):
-                    closed.update(chosen)
+                if (had_right_of_way or head.turn is Turn.PASSED_OVER) and queue.is_starving(waiting, now):
+                    # One is kept for it: it needs no more, and if it fits nowhere, others still have the rest of the fleet.
+                    closed.update([replica for replica in chosen if replica not in closed][:1])
         finally:
             queue.restore(frozenset(closed))
+
+    def _try(
+        self,
+        request: PlacementRequest,
+        open_now: tuple[ReplicaId, ...],
+        failures: dict[tuple[ReplicaId, ...], int],
+        now: float,
+    ) -> Ticket | None:
+        failed = failures.get(open_now, 0)
+        if not open_now or failed >= self._settings.tries_per_candidates:
+            return None
+        ticket = self._policy.place(request, open_now, now)
+        if ticket is None:
+            failures[open_now] = failed + 1
+        return ticket
+
+    def _drop(self, queue: FairQueue, waiting: Waiting, ending: Ending, now: float) -> None:
+        queue.drop(waiting, ending, now)
+        self._ended_waiting(waiting, ending)
+        self._placed.append((waiting, None))
 
     def _dispatch(self, queue: FairQueue, head: Head, ticket: Ticket, now: float) -> None:
         waiting = head.waiting
@@ -254,6 +282,7 @@ class Dispatcher:
 
     def _ended_waiting(self, waiting: Waiting, ending: Ending) -> None:
         self._waiting -= 1
+        self._waiting_bytes -= waiting.request.prompt.size
         self.counts.ended[waiting.request.priority, ending] += 1
 
     def _shed(self, request: PlacementRequest, reason: ShedReason, predicted_s: float, until_s: float) -> Shed:
@@ -277,7 +306,7 @@ def _predicted_wait(queue: FairQueue, priority: Priority, tenant: str, now: floa
     if rate is None:
         return None
     own, ahead = queue.ahead_of(priority, tenant)
-    wait = now - queue.served_at if queue.waiting else 0.0
+    wait = now - queue.served_at if queue.waiting > queue.stuck else 0.0
     if ahead:
         wait = max(wait, ahead / rate if rate else math.inf)
     class_rate = queue.class_rate(priority, now)

@@ -9,6 +9,9 @@ Within a class see `router.admission.tenant_shares`; within a tenant the earlies
 
 A request that had the right of way, waited longer than its bound and still could not be placed is looked at before all others
 from then on: what its replicas can take next is offered to it first.
+
+Starving requests may fit nowhere, so time in which only such wait says nothing about how fast others are served: when a search
+finds nothing else, the time from the last dispatch to the next arrival or dispatch is in no rate and no standstill.
 """
 
 import enum
@@ -47,7 +50,7 @@ class Head(NamedTuple):
 class _Band:
     """One class."""
 
-    __slots__ = ("limits", "looked_at", "owed", "rate", "shares")
+    __slots__ = ("limits", "looked_at", "owed", "rate", "shares", "stuck")
 
     def __init__(self, limits: ClassLimits, shares: TenantShares) -> None:
         self.limits = limits
@@ -55,6 +58,7 @@ class _Band:
         self.rate = ServiceRate()
         self.owed = 0.0  # tokens, on account of the floor and of promotion
         self.looked_at = 0  # requests that the running search has passed over
+        self.stuck = 0  # starving ones among all that it has passed over
 
     def is_starving(self, now: float) -> bool:
         oldest = self.shares.oldest
@@ -73,7 +77,8 @@ class FairQueue:
         self.closed: frozenset[ReplicaId] = frozenset()  # replicas that a starving request waits for, as of the last search
         self.waiting = 0
         self.rate = ServiceRate()
-        self.served_at = 0.0  # the last dispatch, or when the first of those that wait came
+        self.served_at = 0.0  # the last dispatch, or when the first came of those that wait besides the stuck
+        self.stuck = 0  # starving requests that the last search could not place
         self._settings = settings
         self._bands = {
             priority: _Band(
@@ -115,7 +120,7 @@ class FairQueue:
         waiting.sequence = self._sequence
         self._sequence += 1
         band.shares.push(waiting)
-        if not self.waiting:
+        if self.waiting <= self.stuck:
             self.served_at = waiting.since
         self.waiting += 1
         self.rate.began(waiting.since)
@@ -157,10 +162,12 @@ class FairQueue:
 
     def pass_over(self, head: Head, now: float, *, had_right_of_way: bool) -> None:
         """It cannot be placed now. `had_right_of_way`: none that wants its replicas was passed over before it."""
+        band = self._bands[head.waiting.request.priority]
+        if self.is_starving(head.waiting, now):
+            self._is_stuck(band)
         if head.turn is Turn.PASSED_OVER:
             self._looked_at += 1
             return
-        band = self._bands[head.waiting.request.priority]
         band.looked_at += 1
         band.shares.pass_over(head.waiting)
         if had_right_of_way and self.is_starving(head.waiting, now) and head.waiting not in self._passed_over:
@@ -186,8 +193,9 @@ class FairQueue:
         """Ends a search. `closed`: the replicas that it left to starving requests."""
         self.closed = closed
         self._looked_at = 0
+        self.stuck = sum(band.stuck for band in self._bands.values())
         for band in self._bands.values():
-            band.looked_at = 0
+            band.looked_at = band.stuck = 0
             band.shares.restore()
 
     def withdraw(self, waiting: Waiting, ending: Ending, now: float) -> None:
@@ -255,10 +263,14 @@ class FairQueue:
 
     def _account(self, dispatched: Priority, cost: float, now: float) -> None:
         self.served_at = now
+        if self.waiting:
+            self.rate.began(now)
         self.rate.served(cost, now)
         is_contended = False
         for priority, band in self._bands.items():
             if priority is dispatched:
+                if band.shares.waiting:
+                    band.rate.began(now)
                 band.rate.served(cost, now)
             if band.shares.waiting and is_contended:
                 share = self._settings.promoted_share if band.is_starving(now) else band.limits.floor
@@ -266,6 +278,13 @@ class FairQueue:
                 if priority is dispatched:
                     band.owed = max(band.owed - cost, -cost)
             is_contended = is_contended or band.shares.waiting > 0 or priority is dispatched
+
+    def _is_stuck(self, band: _Band) -> None:
+        band.stuck += 1
+        if band.stuck == band.shares.waiting:
+            band.rate.discounted()
+        if sum(other.stuck for other in self._bands.values()) == self.waiting:
+            self.rate.discounted()
 
     def _removed(self, band: _Band, waiting: Waiting, now: float) -> None:
         self.waiting -= 1
@@ -279,3 +298,4 @@ class FairQueue:
         if not self.waiting:
             self.rate.ceased(now)
             self.closed = frozenset()
+            self.stuck = 0

@@ -40,7 +40,7 @@ class ClassLimits:
 
 DEFAULT_LIMITS: Mapping[Priority, ClassLimits] = MappingProxyType(
     {
-        Priority.INTERACTIVE: ClassLimits(max_wait_s=10.0, promote_after_s=5.0),
+        Priority.INTERACTIVE: ClassLimits(max_wait_s=8.0, promote_after_s=5.0),
         Priority.DEFAULT: ClassLimits(max_wait_s=30.0, promote_after_s=15.0, floor=0.10),
         Priority.BATCH: ClassLimits(max_wait_s=600.0, promote_after_s=120.0, floor=0.05),
     }

@@ -13,7 +13,7 @@ class ServiceRate:
     rate is kept. `now` is seconds of a monotonic clock.
     """
 
-    __slots__ = ("_count", "_seconds", "_since", "_time_constant_s", "_tokens", "_waits")
+    __slots__ = ("_at_served", "_count", "_seconds", "_since", "_time_constant_s", "_tokens", "_waits")
 
     def __init__(self, time_constant_s: float = 30.0) -> None:
         """Raises ValueError unless `time_constant_s` is above 0."""
@@ -25,6 +25,7 @@ class ServiceRate:
         self._count = 0
         self._waits = False
         self._since = 0.0
+        self._at_served = (0.0, 0.0)  # tokens and seconds as of the last dispatch
 
     def began(self, now: float) -> None:
         """Something waits from now on."""
@@ -36,12 +37,19 @@ class ServiceRate:
         self._advance(now)
         self._waits = False
 
+    def discounted(self) -> None:
+        """What has waited since the last dispatch could not be served at all: that time counts for nothing."""
+        if self._waits:
+            self._tokens, self._seconds = self._at_served
+            self._waits = False
+
     def served(self, tokens: float, now: float) -> None:
         """`tokens` were dispatched; ignored while nothing waits."""
         if self._waits:
             self._advance(now)
             self._tokens += tokens
             self._count += 1
+            self._at_served = (self._tokens, self._seconds)
 
     def per_second(self, now: float) -> float | None:
         """Tokens per second; None before enough was seen. Falls while nothing is dispatched although something waits."""

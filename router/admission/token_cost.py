@@ -9,6 +9,9 @@ from router.policy.interface import PlacementRequest, Ticket
 from router.policy.targets import PredictedTicket
 
 OUTPUT_WEIGHT = 2.0
+# The longest context that models commonly have. A longer body is mostly no text (an image in base64), or its engine refuses it:
+# counted in full, it would be a backlog of minutes that nobody ever computes.
+PROMPT_TOKENS_MAX = 131_072
 
 
 class EstimatedCost:
@@ -28,7 +31,7 @@ class EstimatedCost:
         output = self.output_tokens
         if request.output_max is not None and request.output_max < output:
             output = max(request.output_max, 0)
-        return request.prompt.size / self.bytes_per_token + OUTPUT_WEIGHT * output
+        return min(request.prompt.size / self.bytes_per_token, PROMPT_TOKENS_MAX) + OUTPUT_WEIGHT * output
 
 
 def used(usage: Usage) -> float:

@@ -17,11 +17,12 @@ class Ending(enum.StrEnum):
     EXPIRED = "expired"  # it waited longer than its class allows
     WITHDRAWN = "withdrawn"  # its client left
     NO_REPLICA = "no_replica"  # nothing is left that could take it
+    FAILED = "failed"  # placing it raised an error
 
 
 class ShedReason(enum.StrEnum):
     PREDICTED_WAIT = "predicted_wait"  # longer than its class allows
-    QUEUE_FULL = "queue_full"  # of its class, or the part of it that one tenant may take
+    QUEUE_FULL = "queue_full"  # of its class, or the part of it that one tenant may take; or too many bytes wait in all
     NO_REPLICA = "no_replica"  # it had no candidate
 
 
@@ -36,7 +37,7 @@ class Shed(NamedTuple):
 class Waiting:
     """One request in the queue. Compared by identity."""
 
-    __slots__ = ("candidates", "cost", "deadline", "due_at", "ending", "request", "sequence", "since")
+    __slots__ = ("candidates", "cost", "deadline", "due_at", "ending", "error", "request", "sequence", "since")
 
     def __init__(
         self, request: PlacementRequest, candidates: Candidates, *, cost: float, since: float, deadline: float | None = None
@@ -47,5 +48,6 @@ class Waiting:
         self.since = since
         self.deadline = deadline  # by which the client wants its first token, on the clock of `since`
         self.ending: Ending | None = None  # None: it still waits
+        self.error: Exception | None = None  # what placing it raised, where that ended it
         self.due_at = since  # its place among its tenant's requests; the queue's
         self.sequence = 0  # the queue's

@@ -1,7 +1,7 @@
 """The worker processes of one router, each on a Unix socket of its own: worker 0 serves the admin port for all of them.
 
-What worker 0 has of replicas the others take over: pushed to them at each change and once a second. Metrics and requests in
-flight are asked of them when somebody asks worker 0.
+What worker 0 has of replicas the others take over: pushed to them at each change and once a second, and kept in a file for
+those that start anew. Metrics and requests in flight are asked of them when somebody asks worker 0.
 """
 
 import asyncio
@@ -87,6 +87,7 @@ class Crew:
         self._registry = registry
         self._decisions = decisions
         self._totals = self._read_totals()
+        self._kept_fleet: list[tuple[str, bool]] | None = None  # what is in the file, as far as we wrote it
 
     async def run(self) -> None:
         """Serves the other workers until cancelled; worker 0 also keeps their replicas equal to its own."""
@@ -98,7 +99,12 @@ class Crew:
                     await self.push()
 
     async def former_fleet(self) -> list[FleetMember] | None:
-        """The replicas that the other workers have now; None where this one is the first."""
+        """The replicas that worker 0 had last; None where this one is the first.
+
+        From the file, as the other workers may be too busy to answer; they are asked where it could not be written.
+        """
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            return msgspec.msgpack.decode(self._fleet_file.read_bytes(), type=list[FleetMember])
         for answer in await self._ask_others(AskFleet(), list[FleetMember]):
             if answer is not None:
                 return answer
@@ -117,7 +123,9 @@ class Crew:
 
     async def push(self) -> None:
         """Tells the others of the replicas here, and waits a second at most. Whoever does not hear it will the next time."""
-        await self._ask_others(SetFleet(self._members()), type(None))
+        members = self._members()
+        self._keep(members)
+        await self._ask_others(SetFleet(members), type(None))
 
     async def in_flight_elsewhere(self) -> Counter[ReplicaId]:
         """Requests that the other workers have in flight on each replica."""
@@ -199,6 +207,23 @@ class Crew:
         return None
 
     @property
+    def _fleet_file(self) -> Path:
+        return self._seat.folder / "fleet"
+
+    def _keep(self, members: Sequence[FleetMember]) -> None:
+        """Worker 0 only."""
+        fleet = [(member.url, member.draining) for member in members]
+        if fleet == self._kept_fleet:
+            return
+        try:
+            _replace(self._fleet_file, msgspec.msgpack.encode(members))
+            self._kept_fleet = fleet
+        except OSError:  # the disk is full: no file is better than one that is no longer true
+            self._kept_fleet = None
+            with contextlib.suppress(OSError):
+                self._fleet_file.unlink()
+
+    @property
     def _totals_file(self) -> Path:
         return self._seat.folder / "totals"
 
@@ -210,10 +235,15 @@ class Crew:
             return WorkerMetrics()
 
     def _write_totals(self) -> None:
-        new = self._totals_file.with_suffix(".new")
         with contextlib.suppress(OSError):  # a full disk costs no scrape
-            new.write_bytes(msgspec.msgpack.encode(self._totals))
-            new.replace(self._totals_file)
+            _replace(self._totals_file, msgspec.msgpack.encode(self._totals))
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """At once: whoever reads it sees the old or the new. Raises OSError."""
+    new = file.with_suffix(".new")
+    new.write_bytes(content)
+    new.replace(file)
 
 
 async def _write(writer: asyncio.StreamWriter, payload: bytes) -> None:

@@ -39,7 +39,10 @@ class DecisionLog:
     """Call `close` before the process ends."""
 
     def __init__(self, path: Path, lock: Path | None = None) -> None:
-        """Appends to a file; `lock` as in AccessLog. Raises ConfigError if it cannot be opened."""
+        """Appends to a file; `lock` as in AccessLog. Raises ConfigError if it cannot be opened or is no regular file."""
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            # To open a FIFO, and to write to it, waits for its reader.
+            raise ConfigError(f"decision_log {path}: is not a regular file; give a file that may be written")
         try:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
         except OSError as error:

@@ -155,10 +155,14 @@ class Fleet:
         if observed.is_gone:
             self._kv.gone(replica.id)
         elif observed.health is Health.READY and replica.endpoint is not None:
+            # A pool of its own: a question of ours must not leave a connection for a request, nor count as a sign of life.
+            pool = UpstreamPool(replica.endpoint, connect_timeout_s=self._connect_timeout_s)
             try:
-                await self._kv.ready(replica, self.pool(replica.endpoint))
+                await self._kv.ready(replica, pool)
             except Exception:  # placement does without; a fault of ours must not end the watch
                 log.exception("the KV events of replica %s could not be followed", replica.id)
+            finally:
+                pool.close()
 
     async def _watch_progress(self, replica: Replica) -> None:
         """Finds an engine that answers its probes but computes nothing. Costs no request while bytes come from it."""

@@ -154,6 +154,9 @@ class Sharing:
                     _place(self._url),
                     str(error) or "no answer",
                 )
+            except Exception:  # a fault of ours in a message costs what waited, and must not end the requests that run
+                _heed_cancellation()
+                log.exception("placements could not be shared, %s is begun anew", what)
             if self._clock() - began > BACKOFF_MAX_S:
                 pause_s = BACKOFF_FIRST_S
             await asyncio.sleep(pause_s * (0.5 + self._rng.random()))

@@ -1,11 +1,14 @@
 """What is learned while requests run: straight lines through noisy samples, slowly forgotten, and means by kind of request."""
 
+import math
 from collections import OrderedDict
 
 # Samples that count in full; older ones fade. Two thirds of a line's weight lies in the last 200.
 MEMORY = 200
 # A sample this many times above what was expected is taken for this much: one stuck request says little of the next.
 OUTLIER = 4.0
+# Share of a mean duration that must at least come from what it is proportional to.
+LEAST_RISE = 0.1
 # Kinds of requests whose answers' lengths are remembered, most recently seen.
 KINDS_MAX = 4096
 # Answers of a kind after which its own mean is trusted.
@@ -15,12 +18,19 @@ KIND_SAMPLES = 3
 class Line:
     """`y = intercept + slope * x`, both at least 0, by least squares over samples that fade (each new one ages the others)."""
 
-    __slots__ = ("_fade", "_weight", "_x", "_xx", "_xy", "_y", "intercept", "samples", "slope")
+    __slots__ = ("_fade", "_rises_from", "_weight", "_x", "_xx", "_xy", "_y", "intercept", "samples", "slope")
 
-    def __init__(self, intercept: float, slope: float, *, typical_x: float, memory: int = MEMORY) -> None:
-        """Begins with two samples on the given line, at 0 and at `typical_x`, which fade like the others."""
+    def __init__(
+        self, intercept: float, slope: float, *, typical_x: float, memory: int = MEMORY, rises_from: float = math.inf
+    ) -> None:
+        """Begins with two samples on the given line, at 0 and at `typical_x`, which fade like the others.
+
+        `rises_from`: where x is above this on average, y is known to grow with it. Samples that do not show it, since x hardly
+        differs among them, are then taken to be half constant and half proportional.
+        """
         self.intercept, self.slope = intercept, slope
         self.samples = 0
+        self._rises_from = rises_from
         self._fade = 1.0 - 1.0 / memory
         end = intercept + slope * typical_x
         self._weight = 2.0
@@ -45,6 +55,8 @@ class Line:
         variance = self._xx / weight - mean_x * mean_x
         if variance > 1e-6 * mean_x * mean_x + 1e-12:
             self.slope = max(0.0, (self._xy / weight - mean_x * mean_y) / variance)
+        if mean_x > self._rises_from and self.slope * mean_x < LEAST_RISE * mean_y:
+            self.slope = 0.5 * mean_y / mean_x
         if self.slope * mean_x > mean_y and mean_x > 0:
             self.slope = mean_y / mean_x  # through zero: neither part of a duration is negative
         self.intercept = max(0.0, mean_y - self.slope * mean_x)

@@ -53,7 +53,21 @@ class Coverage(enum.Enum):
 class PlacementRequest:
     """One request, as far as placement may know it. The same object is placed again after a failure."""
 
-    __slots__ = ("affinity", "blocks", "model", "output_max", "priority", "prompt", "streams", "tenant")
+    __slots__ = (
+        "__weakref__",
+        "affinity",
+        "blocks",
+        "generates",
+        "is_whole",
+        "media",
+        "media_bytes",
+        "model",
+        "output_max",
+        "priority",
+        "prompt",
+        "streams",
+        "tenant",
+    )
 
     def __init__(
         self,
@@ -66,6 +80,10 @@ class PlacementRequest:
         output_max: int | None = None,
         blocks: Sequence[int] = (),
         streams: bool = True,
+        generates: bool = True,
+        is_whole: bool = True,
+        media: int = 0,
+        media_bytes: int = 0,
     ) -> None:
         self.model = model
         self.prompt = prompt
@@ -74,6 +92,10 @@ class PlacementRequest:
         self.priority = priority
         self.output_max = output_max  # tokens; None: the client set no limit
         self.streams = streams  # whether its first token will be seen; else only its end is
+        self.generates = generates  # whether it is answered with generated tokens; else with a vector or a count
+        self.is_whole = is_whole  # whether the prompt has all that the engine computes; else the engine adds what it keeps
+        self.media = media  # images and the like in the prompt, of which `media_bytes` say nothing of their tokens
+        self.media_bytes = media_bytes
         # Hashes of the prompt's whole KV blocks, chained; empty where its tokens are not known. They may become so meanwhile.
         self.blocks = blocks
 
@@ -97,7 +119,7 @@ class Policy:
     and not at all for a request that failed before it.
     """
 
-    uses_prompt = False  # whether `request.prompt` is looked at; hashing is left out otherwise
+    uses_prompt = False  # whether `request.prompt` is looked at
 
     def place(self, request: PlacementRequest, candidates: Sequence[ReplicaId], now: float) -> Ticket | None:
         """Chooses among `candidates`, of which there is at least one, and reserves there.
@@ -105,6 +127,10 @@ class Policy:
         None: none of them could start the request soon; it should wait, and be placed anew when something has ended.
         """
         raise NotImplementedError
+
+    def place_anyway(self, request: PlacementRequest, candidates: Sequence[ReplicaId], now: float) -> Ticket:
+        """As `place`, for a request that had its turn and must not wait again: where it would start soonest, however late."""
+        return self.place(request, candidates, now) or self.adopt(request, candidates[0], 0, now)
 
     def adopt(self, request: PlacementRequest, replica: ReplicaId, rank: int, now: float) -> Ticket:
         """Reserves where somebody else has chosen: another router, or a rule that leaves no choice."""

@@ -12,8 +12,12 @@ STEP_S = 0.02
 STEP_PER_SEQUENCE_S = 1e-4
 BYTES_PER_TOKEN = 4.0
 OUTPUT_TOKENS = 256.0
+# Tokens whose prefill takes longer than the rest of a step.
+LONG_PREFILL_TOKENS = 512.0
 # Below this a prompt is mostly what the chat template adds.
 TEMPLATE_BYTES = 256
+# Bytes of JSON in one token, at least and at most, and how many samples the guess counts for.
+RATIO_MIN, RATIO_MAX, RATIO_DOUBT = 0.5, 16.0, 10
 # Answers from which the time of a single step cannot be told.
 SHORT_ANSWER_TOKENS = 8
 # At most this share of its time an answer is taken to have stood still for prompts of others.
@@ -32,7 +36,8 @@ class Learned:
     """Shared by all replicas; a replica's own pace and trust are kept with its target."""
 
     def __init__(self) -> None:
-        self.prefill = Line(STEP_S, 1.0 / PREFILL_TOKENS_PER_S, typical_x=4000.0)  # seconds to a first token, by tokens ahead
+        # Seconds to a first token, by tokens ahead.
+        self.prefill = Line(STEP_S, 1.0 / PREFILL_TOKENS_PER_S, typical_x=4000.0, rises_from=LONG_PREFILL_TOKENS)
         self.step = Line(STEP_S, STEP_PER_SEQUENCE_S, typical_x=64.0)  # seconds of a decode step, by Target.load
         self.lengths = OutputLengths(OUTPUT_TOKENS)
         self.session_word = Mean(0.5)  # share of a prompt that was cached where only the session's id promised it
@@ -67,21 +72,27 @@ class Learned:
             return
         self._learns_at = now + LEARNS_EVERY_S
         request, target = ticket.request, ticket.target
-        if usage.prompt > 0 and request.prompt.size > TEMPLATE_BYTES:
+        if not request.generates:
+            return
+        if usage.prompt > 0 and request.prompt.size > TEMPLATE_BYTES and request.is_whole and not request.media:
             mean = self._bytes_per_token.get(request.model)
             if mean is None:
-                mean = self._bytes_per_token[request.model] = Mean(BYTES_PER_TOKEN)
-            mean.add(request.prompt.size / usage.prompt)
+                mean = self._bytes_per_token[request.model] = Mean(BYTES_PER_TOKEN, doubt=RATIO_DOUBT)
+            mean.add(min(RATIO_MAX, max(RATIO_MIN, request.prompt.size / usage.prompt)))
         if usage.completion > 0:
             self.lengths.add(request.model, ticket.kind, usage.completion)
         steps = usage.completion - 1
         load = 0.5 * (ticket.load_then + target.load + 1.0 + ticket.context / TOKENS_PER_SEQUENCE)
         if not request.streams:
             took_s = now - ticket.placed_at
+            decode_s = steps * self.step.at(load) * target.pace_now
             if usage.completion <= SHORT_ANSWER_TOKENS:
-                self.first_token(ticket, max(0.0, took_s - steps * self.step.at(load) * target.pace_now))
+                self.first_token(ticket, max(0.0, took_s - decode_s))
             else:
-                self._step(ticket, load, steps, took_s - min(ticket.predicted_s, 0.5 * took_s))
+                # Only the sum of both parts is known: each is taken to be as far off as the other.
+                first_s = took_s * ticket.predicted_s / (ticket.predicted_s + decode_s)
+                self.first_token(ticket, first_s)
+                self._step(ticket, load, steps, took_s - first_s)
         elif ticket.began_at is not None and usage.completion > SHORT_ANSWER_TOKENS:
             self._step(ticket, load, steps, now - ticket.began_at)
         if usage.cached is not None and ticket.cached_tokens > 0:

@@ -28,7 +28,7 @@ from router.policy.exact_cache import ExactCaches, Rank
 from router.policy.interface import Coverage, PlacementRequest, Policy, ReplicaFacts, Ticket
 from router.policy.learning import Learned
 from router.policy.prefix_index import Hit, PrefixIndex
-from router.policy.targets import BATCH_MAX, Account, PredictedTicket, Prices, Target
+from router.policy.targets import BATCH_MAX, Account, PredictedTicket, Prices, Target, Unseen
 from router.types import ReplicaId
 
 # What the index keeps of a replica that does not say how much its KV cache holds.
@@ -41,10 +41,24 @@ SESSIONS_MAX = 65_536
 HALF_AN_ANSWER = 0.5
 # Of a prompt too short for the index the KV counts only if its answer is expected to be this long.
 LONG_ANSWER_TOKENS = 512
+# Of an image: what vision models make of a common one.
+MEDIA_TOKENS = 1500.0
+# A stream's prompt counts as computed after so many times its predicted time, and so many seconds more.
+LATE_TIMES, LATE_S = 4.0, 2.0
+# Samples of the prefill rate after which nothing is waited for on a mere assumption.
+WARM_SAMPLES = 16
 # Samples of the prefill rate between two refreshes of replicas to which nothing happens.
 REFRESH_EVERY = 64
 # Seconds between two looks for prompts that must be computed by now.
 LOOKS_EVERY_S = 0.002
+
+
+def _tokens_of(request: PlacementRequest, tokens_per_byte: float) -> float:
+    """Of its prompt, expected. The bytes of an image say nothing of them."""
+    tokens = request.prompt.size * tokens_per_byte
+    if request.media:
+        tokens = max(0, request.prompt.size - request.media_bytes) * tokens_per_byte + request.media * MEDIA_TOKENS
+    return tokens
 
 
 class Predicted(Policy):
@@ -60,7 +74,7 @@ class Predicted(Policy):
         self._facts: dict[ReplicaId, ReplicaFacts] = {}
         self._sessions: OrderedDict[str, tuple[Target, int, int]] = OrderedDict()  # -> where, in which epoch, how many bytes
         self._unseen_at = 0.0  # not looked at before
-        self._unseen: list[tuple[float, int, PredictedTicket]] = []  # heap by when a first token that nobody sees is due
+        self._unseen: list[Unseen] = []  # heap
         self._placed = 0
         # Of what was learned, as it was at the last refresh of all.
         self._refreshed_at = 0  # samples
@@ -90,6 +104,16 @@ class Predicted(Policy):
         return sum(target.in_flight for target in self._targets.get(replica, ()))
 
     def place(self, request: PlacementRequest, candidates: Sequence[ReplicaId], now: float) -> Ticket | None:
+        return self._place(request, candidates, now, is_forced=False)
+
+    def place_anyway(self, request: PlacementRequest, candidates: Sequence[ReplicaId], now: float) -> Ticket:
+        ticket = self._place(request, candidates, now, is_forced=True)
+        assert ticket is not None
+        return ticket
+
+    def _place(
+        self, request: PlacementRequest, candidates: Sequence[ReplicaId], now: float, *, is_forced: bool
+    ) -> Ticket | None:
         if now >= self._unseen_at and self._unseen:
             self._begin_unseen(now)
         targets = self._asked_targets if candidates is self._asked else self._targets_of(candidates)
@@ -98,18 +122,18 @@ class Predicted(Policy):
         learned = self._learned
         tokens_per_byte = 1.0 / learned.bytes_per_token(request.model)
         prompt = request.prompt
-        size, chunks = prompt.size, prompt.chunks
+        chunks = prompt.chunks
         hits = self._index.lookup(prompt) if chunks else ()
-        held = self._held(request, hits) if hits or request.affinity is not None or self._exact.is_heard else {}
-        output = learned.lengths.expected(request.model, chunks[0] if chunks else 0, request.output_max)
-        context = size * tokens_per_byte + HALF_AN_ANSWER * output
+        held = self._held(request, hits) if hits or request.affinity is not None or request.blocks else {}
+        output = self._expected_output(request)
+        uncached = tokens = _tokens_of(request, tokens_per_byte)
+        context = tokens + HALF_AN_ANSWER * output
         ties_s = self._settings.ties_s
         best: list[Target] = []
         least = bound = math.inf
-        uncached = size * tokens_per_byte
         for target in targets:
             if held:
-                uncached = (size - held.get(target.slot, 0)) * tokens_per_byte
+                uncached = max(0.0, tokens - held.get(target.slot, 0) * tokens_per_byte)
             cost = (
                 target.base_s + uncached * target.token_price + output * (target.decode_price + context * target.context_price)
             )
@@ -126,7 +150,7 @@ class Predicted(Policy):
                 else:
                     best.append(target)
         target = best[0] if len(best) == 1 else best[int(self._rng.random() * len(best))]
-        if not self._can_start(target, (size - held.get(target.slot, 0)) * tokens_per_byte):
+        if not is_forced and not self._can_start(target, max(0.0, tokens - held.get(target.slot, 0) * tokens_per_byte)):
             return None
         return self._reserve(request, target, hits, held, output, now)
 
@@ -136,13 +160,14 @@ class Predicted(Policy):
         prompt = request.prompt
         held = self._held(request, self._index.lookup(prompt))
         output = self._expected_output(request)
-        context = prompt.size * tokens_per_byte + HALF_AN_ANSWER * output
+        tokens = _tokens_of(request, tokens_per_byte)
+        context = tokens + HALF_AN_ANSWER * output
         terms = []
         targets = self._targets_of(list(candidates))
         self._refresh_stale()
         for target in targets:
-            cached = held.get(target.slot, 0) * tokens_per_byte
-            uncached = prompt.size * tokens_per_byte - cached
+            cached = min(tokens, held.get(target.slot, 0) * tokens_per_byte)
+            uncached = tokens - cached
             wait = target.queued * target.token_s
             needed = uncached + output
             terms.append(
@@ -181,7 +206,8 @@ class Predicted(Policy):
         target, request = ticket.target, ticket.request
         prompt = request.prompt
         target.release(ticket)
-        ticket.has_ended = True
+        if ticket.unseen is not None:
+            ticket.unseen.ticket = None  # the heap may keep the entry for long, but not a request's body
         trust = target.trust
         if usage is not None:
             self._learned.ended(ticket, usage, now)
@@ -304,6 +330,8 @@ class Predicted(Policy):
             self._index.set_bound(target.slot, min(int(capacity * target.trust * self._bytes_per_token), fair))
 
     def _expected_output(self, request: PlacementRequest) -> float:
+        if not request.generates:
+            return 0.0
         chunks = request.prompt.chunks
         return self._learned.lengths.expected(request.model, chunks[0] if chunks else 0, request.output_max)
 
@@ -329,10 +357,12 @@ class Predicted(Policy):
 
     def _can_start(self, target: Target, needed: float) -> bool:
         """Whether a request that needs so many tokens of KV at its first token would begin there soon."""
+        if target.capacity is None or not target.in_flight:
+            return target.has_room
+        if needed > self._settings.kv_full * target.capacity:
+            return True  # it would never fit: the engine refuses it, or it is smaller than it looks
         if not target.has_room:
             return False
-        if target.capacity is None or not target.in_flight:
-            return True
         used = target.kv_tokens - HALF_AN_ANSWER * target.outputs
         return used + needed <= self._settings.kv_full * target.capacity
 
@@ -348,18 +378,21 @@ class Predicted(Policy):
         prompt = request.prompt
         chunks = prompt.chunks
         bytes_per_token = self._learned.bytes_per_token(request.model)
+        tokens = _tokens_of(request, 1.0 / bytes_per_token)
         ticket = PredictedTicket(request, target, now)
-        ticket.cached_tokens = held.get(target.slot, 0) / bytes_per_token
-        ticket.uncached = prompt.size / bytes_per_token - ticket.cached_tokens
+        ticket.cached_tokens = min(tokens, held.get(target.slot, 0) / bytes_per_token)
+        ticket.uncached = tokens - ticket.cached_tokens
         ticket.output = output
-        ticket.context = prompt.size / bytes_per_token + HALF_AN_ANSWER * output
+        ticket.context = tokens + HALF_AN_ANSWER * output
         ticket.kind = chunks[0] if chunks else 0
         first_s = target.base_s + ticket.uncached * target.token_s
         ticket.predicted_s = first_s + self._learned.prefill.intercept * target.pace_now
         target.reserve(ticket)
-        if not request.streams:
-            self._placed += 1
-            heappush(self._unseen, (now + ticket.predicted_s, self._placed, ticket))
+        self._placed += 1
+        # A first token that is seen may still not come for long, though others are served meanwhile.
+        due_s = LATE_TIMES * ticket.predicted_s + LATE_S if request.streams else ticket.predicted_s
+        ticket.unseen = Unseen(now + due_s, self._placed, ticket)
+        heappush(self._unseen, ticket.unseen)
         if target.slot is not None:
             for hit in hits:
                 if hit.slots >> target.slot & 1:
@@ -382,9 +415,9 @@ class Predicted(Policy):
     def _begin_unseen(self, now: float) -> None:
         """Takes those prompts for computed whose time has come, where no stream shows it."""
         self._unseen_at = now + LOOKS_EVERY_S
-        while self._unseen and self._unseen[0][0] <= now:
-            ticket = heappop(self._unseen)[2]
-            if ticket.began_at is None and not ticket.has_ended:
+        while self._unseen and self._unseen[0].due_at <= now:
+            ticket = heappop(self._unseen).ticket
+            if ticket is not None and ticket.began_at is None:
                 ticket.target.begin(ticket, now)
                 self._touch(ticket.target)
 
@@ -396,7 +429,7 @@ class Predicted(Policy):
             settings.preempted,
             settings.evicted,
             # Nothing is held back for a pace that is only assumed: a burst at the start would wait for nothing.
-            settings.startable_s if self._learned.samples >= REFRESH_EVERY else math.inf,
+            settings.startable_s if self._learned.samples >= WARM_SAMPLES else math.inf,
             self._learned.lengths.mean,
         )
 
@@ -406,7 +439,8 @@ class Predicted(Policy):
             self._stale[member] = None
 
     def _refresh_stale(self) -> None:
-        if self._learned.samples - self._refreshed_at >= REFRESH_EVERY:
+        samples = self._learned.samples
+        if samples - self._refreshed_at >= min(REFRESH_EVERY, 1 + self._refreshed_at):  # often at first
             # What was learned reaches those to which nothing happens, too.
             self._refreshed_at = self._learned.samples
             self._prices = self._new_prices()

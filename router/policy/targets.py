@@ -34,6 +34,20 @@ class Prices(NamedTuple):
     output_tokens: float  # of an answer of those that are running
 
 
+class Unseen:
+    """When the prompt of a request counts as computed though no first token was seen. Ordered by that time."""
+
+    __slots__ = ("due_at", "number", "ticket")
+
+    def __init__(self, due_at: float, number: int, ticket: "PredictedTicket") -> None:
+        self.due_at = due_at
+        self.number = number
+        self.ticket: PredictedTicket | None = ticket  # None: it has ended
+
+    def __lt__(self, other: "Unseen") -> bool:
+        return (self.due_at, self.number) < (other.due_at, other.number)
+
+
 class PredictedTicket(Ticket):
     """What was reserved and predicted for one placement. Tokens and seconds."""
 
@@ -44,7 +58,6 @@ class PredictedTicket(Ticket):
         "computed_then",
         "context",
         "epoch",
-        "has_ended",
         "hit_chunks",
         "is_indexed",
         "is_seen",
@@ -56,6 +69,7 @@ class PredictedTicket(Ticket):
         "reserved",
         "target",
         "uncached",
+        "unseen",
     )
 
     def __init__(self, request: PlacementRequest, target: "Target", placed_at: float) -> None:
@@ -63,7 +77,6 @@ class PredictedTicket(Ticket):
         self.target = target
         self.epoch = target.epoch
         self.placed_at = placed_at
-        self.has_ended = False
         self.is_indexed = False  # the prefix index counts it
         self.is_seen = False  # its first token was told of
         self.began_at: float | None = None  # when the first token came, or was to come where nobody tells
@@ -78,6 +91,7 @@ class PredictedTicket(Ticket):
         self.predicted_s = 0.0  # to the first token
         self.load_then = 0.0  # of the replica when the first token came
         self.computed_then = 0.0  # by the replica until then
+        self.unseen: Unseen | None = None
 
 
 class Account(NamedTuple):

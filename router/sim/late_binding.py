@@ -119,6 +119,8 @@ class LateBindingGateway:
             return
         for waiting, ticket in self._dispatcher.due(now):
             request = self._waiting.pop(waiting)
+            if waiting.error is not None:
+                raise waiting.error
             if ticket is None:
                 self._stranded.append(request)
             else:

@@ -34,6 +34,12 @@ class Explained(Policy):
             ticket.terms = terms
         return ticket
 
+    def place_anyway(self, request: PlacementRequest, candidates: Sequence[ReplicaId], now: float) -> Ticket:
+        terms = self._policy.explain(request, candidates) if self._always else ()
+        ticket = self._policy.place_anyway(request, candidates, now)
+        ticket.terms = terms
+        return ticket
+
     def adopt(self, request: PlacementRequest, replica: ReplicaId, rank: int, now: float) -> Ticket:
         terms = self._policy.explain(request, (replica,)) if self._always else ()
         ticket = self._policy.adopt(request, replica, rank, now)

@@ -14,7 +14,7 @@ from router.policy.interface import Priority, Ticket
 
 FORMAT = 1
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class Malformed(Exception):
@@ -34,7 +34,7 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, tag=0):
     digest: int  # hash of the whole prompt; 0 where the policy does not look at prompts
     affinity: str | None = None
     priority: Priority = Priority.DEFAULT
-    output_max: int | None = None
+    output_max: Count | None = None
     streams: bool = True
 
 

@@ -144,6 +144,9 @@ class ReplicaTable:
         """Raises KeyError for an unknown id."""
         return self._replicas[replica_id]
 
+    def find(self, replica_id: ReplicaId) -> Replica | None:
+        return self._replicas.get(replica_id)
+
     def observe(self, replica: Replica, observation: Observation, failed_probes: int) -> None:
         """Takes over what a probe, or a failed request, has shown. A replica that was removed meanwhile stays removed."""
         has_restarted = observation.is_gone and not replica.observed.is_gone

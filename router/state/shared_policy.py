@@ -156,6 +156,11 @@ class SharedPolicy(Policy):
             self._outbox.placed(ticket, now)
         return ticket
 
+    def place_anyway(self, request: PlacementRequest, candidates: Sequence[ReplicaId], now: float) -> Ticket:
+        ticket = self._policy.place_anyway(request, candidates, now)
+        self._outbox.placed(ticket, now)
+        return ticket
+
     def adopt(self, request: PlacementRequest, replica: ReplicaId, rank: int, now: float) -> Ticket:
         """For a rule of our own that leaves no choice: what peers have placed goes to the policy inside, and stays there."""
         ticket = self._policy.adopt(request, replica, rank, now)

@@ -13,7 +13,7 @@ from router.admission.dispatcher import Dispatcher
 from router.edge.decision_log import DecisionLog
 from router.edge.placement_metrics import PlacementMetrics
 from router.exchange import Exchange
-from router.journal import Journal
+from router.journal import NOTED_AT_ONCE, Journal
 from router.outcome import Outcome
 from router.policy.interface import PlacementRequest
 from router.policy.predicted import Predicted
@@ -72,6 +72,23 @@ def test_a_clients_word_may_be_of_any_length() -> None:
     """Long ones take no more memory than others."""
     (one,) = noted(exchange(affinity="é" * 100_000))
     assert len(one.session) == 16
+
+
+def test_a_clock_that_is_set_back_does_not_stop_the_notes() -> None:
+    """What may still be noted is kept, and grows again from then on."""
+    policy = Predicted(random.Random(1))
+    decisions = Decisions()
+    journal = Journal(decisions, PlacementMetrics(Dispatcher(policy), policy), None)
+    one = exchange()
+
+    def noted_at(now: float, count: int) -> int:
+        for _ in range(count):
+            journal.ended(one, Outcome.COMPLETED, now, 3.0)
+        return sum(decision.time == now for decision in decisions.kept(limit=2 * NOTED_AT_ONCE).decisions)
+
+    assert noted_at(10_000.0, 1) == 1
+    assert noted_at(1000.0, 1) == 1
+    assert noted_at(1000.5, NOTED_AT_ONCE + 1) == NOTED_AT_ONCE
 
 
 async def test_each_request_that_was_understood_is_a_line_of_the_log(tmp_path: Path) -> None:

@@ -151,19 +151,40 @@ class FailsOnce(Slots):
         return super().place(request, candidates, now)
 
 
-async def test_a_fault_in_one_placement_does_not_leave_the_others_waiting_for_ever() -> None:
-    """Whoever waits is served all the same, and the fault is reported."""
-    faults: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context.get("exception")))
+async def test_a_fault_in_one_placement_is_told_to_that_client_alone() -> None:
+    """It gets its answer at once, and whoever waits behind it is served."""
     policy = FailsOnce()
     placing = placing_on(policy)
     first = begun(placing, asks())
-    late = waiting(placing, asks())
+    faulty, late = waiting(placing, asks("t")), waiting(placing, asks("t"))
     await asyncio.sleep(0)
     policy.fails = True
     placing.ended(first, None)
+    with pytest.raises(RuntimeError, match="a fault"):
+        await asyncio.wait_for(faulty, 5)
     assert await asyncio.wait_for(late, 5) is not None
-    assert [type(fault) for fault in faults] == [RuntimeError]
+    assert placing.waiting_of(Priority.DEFAULT) == 0
+    placing.close()
+
+
+async def test_a_fault_outside_of_any_placement_leaves_nobody_waiting_beyond_its_bound() -> None:
+    """Whatever keeps the queue from being served, who waits is told to come back, and the fault is reported."""
+    faults: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context.get("exception")))
+
+    def charge_of(ticket: Ticket, estimate: float) -> float:
+        raise ArithmeticError("no cost")
+
+    policy = Slots()
+    placing = Placing(Dispatcher(policy, QUICK, charge_of=charge_of), policy)
+    first = begun(placing, asks())
+    late = waiting(placing, asks())
+    await asyncio.sleep(0)
+    placing.ended(first, None)
+    with pytest.raises(Rejection) as refusal:
+        await asyncio.wait_for(late, 5)
+    assert refusal.value.status == 503
+    assert {type(fault) for fault in faults} == {ArithmeticError}
     placing.close()
 
 

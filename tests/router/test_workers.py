@@ -138,6 +138,25 @@ def test_a_worker_that_dies_is_started_again_and_loses_no_count(mortal: RouterPr
         assert "was ended by SIGKILL; it is started again" in mortal.log
 
 
+def test_replicas_that_were_added_outlive_the_first_worker_though_the_others_are_busy(mortal: RouterProcess) -> None:
+    """Worker 0, started again, need not hear from anybody what an operator had changed."""
+    with start_sim_engine("--served-model-name", "org/sim") as other:
+        assert mortal.http.post(f"{mortal.admin}/admin/replicas", json={"url": other.url}).status_code == 201
+        victim, *busy = sorted(workers_of(mortal), key=lambda worker: worker.pid)
+        for worker in busy:
+            worker.suspend()
+        try:
+            victim.kill()
+            wait_until(lambda: not psutil.pid_exists(victim.pid), 5, "its end")
+            wait_until(lambda: answers(mortal), 10, "the admin port")
+            assert len(mortal.http.get(f"{mortal.admin}/admin/replicas").json()) == 2
+        finally:
+            for worker in busy:
+                worker.resume()
+        wait_until(lambda: answers_everywhere(mortal), 10, "all workers to serve")
+        assert len(mortal.http.get(f"{mortal.admin}/admin/replicas").json()) == 2
+
+
 def answers(router: RouterProcess) -> bool:
     try:
         return router.http.get(f"{router.admin}/health").status_code == 200

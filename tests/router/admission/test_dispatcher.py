@@ -1,15 +1,18 @@
 """Requests that no replica can start yet wait in the router, each with one answer in the end, and are placed when one can."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from protocol.usage import Usage
-from router.admission.dispatcher import Dispatcher
+from router.admission.dispatcher import WAITING_BYTES_MAX, Dispatcher
 from router.admission.priorities import RANKED, AdmissionSettings, ClassLimits
 from router.admission.waiting import Ending, Shed, ShedReason, Waiting
 from router.policy.interface import PlacementRequest, Priority, Ticket
+from router.policy.prompt import BytesPrompt
 from router.types import ReplicaId
 from tests.router.admission.slots import A, B, Slots, asks, at, run, uses
 
@@ -230,26 +233,132 @@ def test_a_tenant_leaves_room_in_a_full_queue_for_others() -> None:
     assert dispatcher.counts.shed[Priority.DEFAULT, ShedReason.QUEUE_FULL] == 982
 
 
-def test_an_error_while_placing_loses_nothing() -> None:
-    """What was placed before a policy failed is handed out all the same, and the one it failed on still waits."""
+class Failing(Slots):
+    """Placing a request of tenant "bad" is a fault of the program from second 2 on."""
 
-    class Failing(Slots):
-        def place(self, request: PlacementRequest, candidates: object, now: float) -> Ticket | None:
-            if request.tenant == "bad" and now >= 2.0:
-                raise ArithmeticError("no cost")
-            return super().place(request, candidates, now)  # type: ignore[arg-type]
+    def place(self, request: PlacementRequest, candidates: Sequence[ReplicaId], now: float) -> Ticket | None:
+        if request.tenant == "bad" and now >= 2.0:
+            raise ArithmeticError("no cost")
+        return super().place(request, candidates, now)
 
-    policy = Failing(2)
+
+def gone() -> Sequence[ReplicaId]:
+    raise LookupError("no such model")
+
+
+@pytest.mark.parametrize("asked", ["place", "candidates"])
+def test_an_error_while_placing_ends_that_request_alone(asked: str) -> None:
+    """The one it came from is handed back with it, and those before and behind it are placed."""
+    policy = Failing(3)
     dispatcher = Dispatcher(policy)
-    tickets = [occupied(policy, dispatcher) for _ in range(2)]
-    good, bad = submitted(dispatcher, asks("good"), 1.0), submitted(dispatcher, asks("bad"), 1.0)
+    tickets = [occupied(policy, dispatcher) for _ in range(3)]
+    first = submitted(dispatcher, asks("t"), 1.0)
+    bad = submitted(dispatcher, asks("bad" if asked == "place" else "t"), 1.0)
+    if asked == "candidates":
+        bad.candidates = gone
+    last = submitted(dispatcher, asks("u"), 1.0)
     for ticket in tickets:
         dispatcher.ended(ticket, None, 2.0)
-    with pytest.raises(ArithmeticError):
-        dispatcher.due(2.0)
-    assert dispatcher.next_deadline() == 2.0
-    assert dispatcher.withdraw(bad, 2.0)
-    assert placed(dispatcher, 2.0) == [good.request]
+    answers = dict(dispatcher.due(2.0))
+    assert answers.keys() == {first, bad, last}
+    assert [answers[good] is not None for good in (first, last)] == [True, True]
+    assert answers[bad] is None
+    assert bad.ending is Ending.FAILED
+    assert isinstance(bad.error, ArithmeticError if asked == "place" else LookupError)
+    assert dispatcher.counts.ended[Priority.DEFAULT, Ending.FAILED] == 1
+    assert (dispatcher.waiting, dispatcher.next_deadline()) == (0, None)
+
+
+class Narrow(Slots):
+    """No replica ever has room for a request above 1000 tokens."""
+
+    def place(self, request: PlacementRequest, candidates: Sequence[ReplicaId], now: float) -> Ticket | None:
+        return None if request.prompt.size > 4000 else super().place(request, candidates, now)
+
+
+def looked(dispatcher: Dispatcher, begin: float, end: float) -> None:
+    """Time passes, and the timer is served."""
+    now = begin
+    while now < end:
+        assert dispatcher.due(now) == []
+        assert dispatcher.expired(now) == []
+        now += 0.5
+
+
+def learned(dispatcher: Dispatcher) -> None:
+    """The rate of replica A, at ten requests of 100 tokens per second, until second 5."""
+    policy = Slots()
+    ticket: Ticket | None = occupied(policy, dispatcher)
+    for number in range(50):
+        assert ticket is not None
+        submitted(dispatcher, asks(), number / 10)
+        dispatcher.ended(ticket, None, (number + 1) / 10)
+        [(_, ticket)] = dispatcher.due((number + 1) / 10)
+    assert ticket is not None
+    dispatcher.ended(ticket, None, 5.0)
+
+
+@pytest.mark.parametrize("stuck", [1, 3])
+def test_requests_that_fit_nowhere_have_nobody_else_refused(stuck: int) -> None:
+    """After minutes in which only they waited, others are let in as if they were not there."""
+    dispatcher = Dispatcher(Narrow())
+    learned(dispatcher)
+    for _ in range(stuck):
+        big = asks("big", tokens=2000, priority=Priority.BATCH)
+        assert isinstance(dispatcher.submit(big, at(A, B), 5.0), Waiting)
+    looked(dispatcher, 5.0, 300.0)
+    answers = [dispatcher.submit(asks("t", priority=Priority.INTERACTIVE), at(A, B), 300.0) for _ in range(12)]
+    assert not [answer for answer in answers if isinstance(answer, Shed)]
+    tickets = [answer for answer in answers if isinstance(answer, Ticket)]
+    for step in range(60):
+        now = 300.0 + step / 10
+        for ticket in tickets:
+            dispatcher.ended(ticket, None, now)
+        tickets = [ticket for _, ticket in dispatcher.due(now) if ticket is not None]
+    assert dispatcher.waiting == stuck
+
+
+def test_a_fleet_that_starts_nothing_any_more_refuses_who_would_wait_in_vain() -> None:
+    """Time without a dispatch still counts when others than starving requests wait."""
+    dispatcher = Dispatcher(Narrow())
+    learned(dispatcher)
+    occupied(Slots(), dispatcher, 5.0)
+    submitted(dispatcher, asks("t", priority=Priority.BATCH), 5.0)
+    looked(dispatcher, 5.0, 20.0)
+    refused = dispatcher.submit(asks("u", priority=Priority.INTERACTIVE), at(A), 20.0)
+    assert isinstance(refused, Shed)
+    assert refused.predicted_wait_s >= 15.0
+
+
+def test_a_request_that_fits_nowhere_holds_one_replica_and_no_more() -> None:
+    """A starving request gets what becomes free on one of its replicas; the rest of the fleet goes on."""
+    dispatcher = Dispatcher(Narrow(2))
+    assert isinstance(dispatcher.submit(asks("big", tokens=2000), at(A, B), 0.0), Waiting)
+    looked(dispatcher, 0.0, 20.0)
+    other = dispatcher.submit(asks("t"), at(A, B), 20.0)
+    assert isinstance(other, Waiting)
+    [(started, ticket)] = dispatcher.due(20.0)
+    assert started is other
+    assert ticket is not None
+    assert ticket.replica == B
+
+
+def test_what_waits_is_bounded_in_bytes_too() -> None:
+    """Large bodies are refused before they fill the memory, and let in again when others have left."""
+    dispatcher = Dispatcher(Slots())
+    occupied(Slots(), dispatcher)
+
+    def large(model: str) -> PlacementRequest:
+        return PlacementRequest(model, BytesPrompt(b"", 0, size=WAITING_BYTES_MAX // 4))
+
+    assert isinstance(dispatcher.submit(asks(model="n"), at(A), 0.0), Waiting)
+    held = [dispatcher.submit(large(model), at(A), 0.0) for model in ("m", "n", "m")]
+    refused = dispatcher.submit(large("n"), at(A), 0.0)
+    assert isinstance(refused, Shed)
+    assert refused.reason is ShedReason.QUEUE_FULL
+    assert isinstance(held[0], Waiting)
+    assert dispatcher.withdraw(held[0], 1.0)
+    assert isinstance(dispatcher.submit(large("n"), at(A), 1.0), Waiting)
 
 
 def test_the_predicted_wait_is_the_wait() -> None:

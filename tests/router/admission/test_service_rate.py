@@ -54,3 +54,20 @@ def test_a_time_constant_of_nothing_is_refused() -> None:
     """A setting that could learn nothing is named with its remedy."""
     with pytest.raises(ValueError, match=r"time_constant_s is 0; it must be above 0 seconds"):
         ServiceRate(0)
+
+
+def test_time_in_which_nothing_could_be_served_can_be_discounted() -> None:
+    """What fits nowhere does not make the fleet look slow to others."""
+    rate = ServiceRate()
+    rate.began(0.0)
+    for second in range(1, 21):
+        rate.served(100.0, float(second))
+    before = rate.per_second(20.0)
+    assert before is not None
+    slow = rate.per_second(120.0)
+    assert slow is not None
+    assert slow < before / 2
+    rate.discounted()
+    assert rate.per_second(500.0) == before
+    rate.began(500.0)
+    assert rate.per_second(501.0) < before  # type: ignore[operator]

@@ -14,6 +14,11 @@ def test_an_estimate_takes_the_usual_output_or_the_limit_if_less(output_max: int
     assert EstimatedCost()(PlacementRequest("m", BytesPrompt(b"x" * 400, 0), output_max=output_max)) == cost
 
 
+def test_a_body_longer_than_any_context_counts_as_the_longest_context() -> None:
+    """An image in base64 is not taken for a backlog of minutes."""
+    assert EstimatedCost()(PlacementRequest("m", BytesPrompt(b"", 0, size=2_500_000), output_max=0)) == 131_072
+
+
 @pytest.mark.parametrize(
     ("usage", "cost"), [(Usage(100, 30), 160), (Usage(100, 30, 0), 160), (Usage(100, 30, 90), 70), (Usage(100, 30, 200), 60)]
 )

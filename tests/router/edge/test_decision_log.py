@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,18 @@ async def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     """The setting, the path and the reason."""
     with pytest.raises(ConfigError, match=f"^decision_log {tmp_path}: cannot be opened: Is a directory; give a file"):
         DecisionLog(tmp_path)
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    """A FIFO without a reader does not keep the router from starting, nor a slow one from answering."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    link = tmp_path / "link"
+    link.symlink_to(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        for path in (fifo, link, Path("/dev/null")):
+            with pytest.raises(ConfigError, match=f"^decision_log {path}: is not a regular file; give a file"):
+                DecisionLog(path)
+    finally:
+        os.close(reader)

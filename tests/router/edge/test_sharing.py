@@ -235,6 +235,18 @@ async def test_connections_that_redis_cuts_cost_no_placement(redis: RedisServer)
         await await_until(lambda: two.total == 0, 2, "the endings to be seen")
 
 
+async def test_what_cannot_be_sent_is_dropped_and_logged(lasting_redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    """A fault of ours in a message costs its batch: the router serves on, and its next snapshot tells the others the rest."""
+    async with routers(lasting_redis.url, 2) as (one, two):
+        kept = one.place()
+        one.end(one.place(), Usage(10**30, 1))  # more than MessagePack can write
+        await await_until(lambda: "could not be shared" in caplog.text, 5, "the fault in the log")
+        await await_until(lambda: one.is_joined and two.total == 1, 5, "the open placement to be seen")
+        one.end(kept)
+        await await_until(lambda: two.total == 0, 2, "its end to be seen")
+    assert two.sharing.report().gaps > 0
+
+
 async def test_a_router_can_be_stopped_at_any_moment(lasting_redis: RedisServer) -> None:
     """Also while a message is on its way to redis: stopping never hangs."""
     rng = random.Random(5)

@@ -57,6 +57,15 @@ def test_the_same_work_again_and_again_still_gives_a_pace() -> None:
     assert line.at(7200) == pytest.approx(0.9, rel=0.02)
 
 
+def test_what_is_known_to_grow_is_not_taken_for_constant() -> None:
+    """Clients that all send prompts of one length do not make ten of them look as quick as one."""
+    line = Line(0.02, 1 / 8000, typical_x=4000, rises_from=256)
+    for _ in range(2000):
+        line.add(640.0, 3.2)
+    assert line.at(640) == pytest.approx(3.2, rel=0.05)
+    assert line.at(6400) > 10
+
+
 @given(st.lists(st.floats(0, 1e9), min_size=1, max_size=300))
 def test_a_mean_stays_within_what_was_seen(values: list[float]) -> None:
     """No estimate lies outside of the measurements."""

@@ -1,8 +1,10 @@
 """The default placement: fewest predicted seconds."""
 
+import gc
 import random
+import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -236,7 +238,7 @@ def test_the_explanation_names_the_terms_that_decided() -> None:
     for number in range(40):
         request = ask(text(rng.choice("xyz"), rng.uniform(2, 40)), text(f"{number}", 2))
         terms = {term.replica: term for term in policy.explain(request, [A, B, C])}
-        ticket = policy.place(request, [A, B, C], number / 10)
+        ticket = policy.place(request, [A, B, C], number / 1000)
         least = min(term.total for term in terms.values())
         if ticket is None:
             assert not min(terms.values(), key=lambda term: term.total).is_startable
@@ -269,6 +271,109 @@ def test_the_prompt_of_an_unseen_first_token_does_not_count_as_queued_for_ever()
     assert {term.wait for term in policy.explain(ask(b"z"), [slow.replica])} != {0.0}, "what was just placed is queued"
     place(policy, ask(b"z"), [A, B], 60.0)
     assert all(term.wait < 0.01 for term in policy.explain(ask(b"z"), [A, B]))
+
+
+def learned(policy: Predicted, ids: Sequence[ReplicaId], *, requests: int = 40, tokens_per_s: float = 8000.0) -> float:
+    """Requests that come one after another teach the pace. Returns the time."""
+    now = 0.0
+    for number in range(requests):
+        ticket = place(policy, ask(text(f"teach {number}", 8 + number % 7)), ids, now)
+        policy.first_token(ticket, now + 0.02 + ticket.uncached / tokens_per_s)
+        now += 2.0
+        policy.ended(ticket, Usage(ticket.request.prompt.size // 4, 50, 0), now)
+    return now
+
+
+def test_an_image_counts_as_the_tokens_that_it_becomes_and_teaches_nothing_of_text() -> None:
+    """A picture of some megabytes neither keeps others away nor makes text look shorter than it is."""
+    policy = fleet(A, kv_capacity_tokens=500_000)
+    now = learned(policy, [A])
+    busy = place(policy, ask(text("running", 8)), [A], now)
+    picture = text("aGVsbG8", 10_000)
+    request = PlacementRequest("m", prompt(picture), media=1, media_bytes=len(picture))
+    ticket = place(policy, request, [A], now)
+    assert ticket.uncached < 3000
+    policy.first_token(ticket, now + 0.3)
+    policy.ended(ticket, Usage(1500, 50, 0), now + 1.0)
+    assert place(policy, ask(text("text", 40)), [A], now + 1.0).uncached == pytest.approx(40 * UNIT / 4, rel=0.1)
+    policy.ended(busy, None, now + 1.0)
+
+
+def test_a_prompt_that_fits_into_no_cache_is_sent_and_not_kept_waiting() -> None:
+    """The engine says that it is too long; waiting would only keep it, and others, from an answer."""
+    policy = fleet(A, kv_capacity_tokens=10_000)
+    now = learned(policy, [A])
+    place(policy, ask(text("running", 8)), [A], now)
+    assert policy.place(ask(text("far too long", 400)), [A], now) is not None
+
+
+def test_a_stream_that_is_stuck_before_its_first_token_does_not_block_its_replica() -> None:
+    """One answer that hangs in the engine costs the others a moment and no more."""
+    policy = fleet(A)
+    now = learned(policy, [A])
+    place(policy, ask(text("stuck", 160)), [A], now)
+    assert policy.place(ask(text("behind it", 8)), [A], now) is None, "its prompt is being computed"
+    assert policy.place(ask(text("behind it", 8)), [A], now + 12.0) is not None
+
+
+def test_nothing_of_a_request_is_kept_when_it_has_ended() -> None:
+    """Long bodies that an engine refuses at once do not fill the router's memory."""
+    policy = fleet(A)
+    for streams in (True, False):
+        request = ask(text("long", 4000), streams=streams)
+        kept = weakref.ref(request)
+        policy.ended(place(policy, request, [A], 0.0), None, 0.1)
+        del request
+        gc.collect()
+        assert kept() is None
+
+
+def test_a_request_that_must_not_wait_goes_where_it_would_start_soonest() -> None:
+    """Retries of a replica that died under load are spread over the others."""
+    policy = fleet(A, B, C, kv_capacity_tokens=50_000)
+    now = learned(policy, [A, B, C])
+    chosen = Counter(policy.place_anyway(ask(text(f"retry {n}", 60)), [A, B, C], now).replica for n in range(60))
+    assert all(15 <= count <= 25 for count in chosen.values())
+
+
+@pytest.mark.parametrize(
+    ("request_of", "usage"),
+    [
+        (lambda n: PlacementRequest("m", prompt(text(f"{n}", 2)), is_whole=False), Usage(20_000, 50, 0)),
+        (lambda n: PlacementRequest("m", prompt(b""), generates=False), Usage(30, 0, None)),
+        (lambda n: PlacementRequest("m", prompt(b""), generates=False, streams=False), Usage(30, 0, None)),
+    ],
+    ids=["stored response", "embedding", "embedding, whole"],
+)
+def test_requests_that_say_nothing_of_prompts_teach_nothing(
+    request_of: Callable[[int], PlacementRequest], usage: Usage
+) -> None:
+    """A continued stored response, whose beginning the engine keeps, or an embedding leaves the predictions as they are."""
+    policy = fleet(A)
+    now = learned(policy, [A])
+    before = place(policy, ask(text("before", 40)), [A], now)
+    policy.ended(before, None, now)
+    for number in range(100):
+        ticket = place(policy, request_of(number), [A], now)
+        now += 0.9
+        policy.ended(ticket, usage, now)
+    after = place(policy, ask(text("after", 40)), [A], now)
+    assert after.uncached == pytest.approx(before.uncached, rel=0.05)
+    assert after.predicted_s == pytest.approx(before.predicted_s, rel=0.5)
+
+
+def test_long_whole_answers_teach_the_pace_as_well() -> None:
+    """A fleet whose clients never stream learns how slow it is, and lets requests wait for it."""
+    policy = fleet(A)
+    now = 0.0
+    for number in range(120):
+        ticket = place(policy, ask(text(f"{number}", 10), streams=False), [A], now)
+        now += ticket.uncached / 200 + 100 * 0.1
+        policy.ended(ticket, Usage(640, 100, 0), now)
+        now += 1.0
+    assert place(policy, ask(text("x", 10), streams=False), [A], now).predicted_s > 0.5, "0.1 is what was assumed"
+    sent = [policy.place(ask(text(f"y{n}", 10), streams=False), [A], now) for n in range(30)]
+    assert None in sent, "at first nothing was held back"
 
 
 @given(st.integers(0, 10_000))

@@ -67,7 +67,7 @@ def test_a_placement_of_one_router_is_reserved_at_another_until_it_ends() -> Non
     assert one.outbox.open == two.peers.open == 0
 
 
-@pytest.mark.parametrize("usage", [None, Usage(0, 0), Usage(1, 2), Usage(1, 2, 0), Usage(2**40, 2, 3)])
+@pytest.mark.parametrize("usage", [None, Usage(0, 0), Usage(1, 2), Usage(1, 2, 0), Usage(2**31 - 1, 2, 3)])
 def test_usage_arrives_as_the_engine_told_it(usage: Usage | None) -> None:
     """An engine that says nothing is not one that used nothing."""
     one, two = Router("one"), Router("two")
@@ -249,7 +249,14 @@ BATCH: list[object] = [FORMAT, "one", 1, 1, []]
         msgspec.msgpack.encode([FORMAT, "one", 1, 1, [[99, 1]]]),
         msgspec.msgpack.encode([FORMAT, "one", 1, 1, [[0, "key", "a:1", 0, "m", "", 0, [], 0]]]),
         msgspec.msgpack.encode([FORMAT, "one", 1, 1, [[0, 1, "a:1", -1, "m", "", 0, [], 0]]]),
+        msgspec.msgpack.encode([FORMAT, "one", 1, 1, [[0, 1, "a:1", 2**31, "m", "", 0, [], 0]]]),
+        msgspec.msgpack.encode([FORMAT, "one", 1, 1, [[0, 1, "a:1", 0, "m", "", 2**31, [], 0]]]),
+        msgspec.msgpack.encode([FORMAT, "one", 1, 1, [[0, 1, "a:1", 0, "m", "", 0, [], 0, None, "default", 2**31]]]),
+        msgspec.msgpack.encode([FORMAT, "one", 1, 1, [[0, 1, "a:1", 0, "m", "", 0, [], 0, None, "default", -1]]]),
         msgspec.msgpack.encode([FORMAT, "one", 1, 1, [[2, 1, -5]]]),
+        msgspec.msgpack.encode([FORMAT, "one", 1, 1, [[2, 1, 2**31]]]),
+        msgspec.msgpack.encode([FORMAT, "one", 1, 1, [[2, 1, 0, 2**31]]]),
+        msgspec.msgpack.encode([FORMAT, "one", 1, 1, [[2, 1, 0, 0, 2**31]]]),
         b"\x95\x01\xa1\xff\x01\x01\x90",
         b"\x91" * 100_000,
     ],
