@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
+from xxhash import xxh3_64_intdigest
 
 from protocol import headers as names
 from protocol.openai import InvalidRequestError, Surface
@@ -29,13 +29,13 @@ from router.errors import (
 from router.exchange import Exchange, Rejection, no_replica, unreachable
 from router.model_alias import ModelAlias
 from router.outcome import ContinuationOutcome, Outcome
+from router.placement_request import placement_request
 from router.placing import Placing
-from router.policy.interface import PlacementRequest, Priority, Ticket
-from router.policy.prompt import Chains, scope_of
+from router.policy.interface import PlacementRequest, Ticket
+from router.policy.prompt import Chains
 from router.relay import Breakage, BrokenStream, EngineRefusal, EngineWord, Leg, relay, version_of
 from router.reply import Reply
 from router.request.fields import RequestFacts, engine_body, read_request
-from router.request.prompt_bytes import prompt_in
 from router.request_body import plain_body
 from router.state.replicas import Lease, Replica
 from router.stored_responses import keeper_of, response_id
@@ -48,10 +48,6 @@ from router.types import ReplicaId, Verdict
 FORWARDED = (b"traceparent", b"tracestate")
 # How OpenAI's and Anthropic's clients say that they try again.
 CLIENT_RETRY_COUNT = b"x-stainless-retry-count"
-
-# The surfaces that are answered with generated tokens.
-GENERATING = frozenset({Surface.CHAT, Surface.COMPLETIONS, Surface.RESPONSES, Surface.MESSAGES})
-_PRIORITIES = {priority.value.encode(): priority for priority in Priority}
 
 # Surfaces whose prompts an engine tokenizes for whoever asks.
 TOKENIZED = (Surface.CHAT, Surface.COMPLETIONS)
@@ -230,7 +226,15 @@ class Forwarding:
             settings.keep_alive_s,
             self._reply.keep_alive if facts.stream else None,
         )
-        self._placement = exchange.placement = self._placement_request(is_changed=body is not understood)
+        self._placement = exchange.placement = placement_request(
+            exchange,
+            facts,
+            self._request.headers,
+            body,
+            self._engine_model,
+            parts.chains,
+            is_changed=body is not understood,
+        )
         blocks = parts.prompt_blocks
         if blocks is not None and blocks.is_useful and exchange.surface in TOKENIZED:
             self._digest = xxh3_64_intdigest(body)
@@ -238,25 +242,6 @@ class Forwarding:
         has_others = len(parts.fleet.table.served[self._engine_model]) > 1
         if settings.continues and has_others and facts.never_continues is None:
             self._memory = StreamMemory()
-
-    def _placement_request(self, *, is_changed: bool) -> PlacementRequest:
-        facts, exchange, headers = self._facts, self._exchange, self._request.headers
-        word = headers.get(names.SESSION_ID)
-        if word is None and facts.prompt_cache_key is not None:
-            word = facts.prompt_cache_key.encode("utf-8", "replace")
-        return PlacementRequest(
-            self._engine_model,
-            prompt_in(self._body, facts.prompt, scope_of(self._engine_model), is_changed=is_changed, chains=self._parts.chains),
-            tenant=exchange.tenant,
-            affinity=affinity_of(exchange.tenant, self._engine_model, word) if word else None,
-            priority=_priority(headers.get(names.PRIORITY)),
-            output_max=facts.output_max,
-            streams=facts.stream,
-            generates=exchange.surface in GENERATING,
-            is_whole=facts.previous_response_id is None,
-            media=facts.media.pieces,
-            media_bytes=facts.media.size,
-        )
 
     async def _attempt(self, lease: Lease) -> None:
         """Sends the request to one replica and relays what it answers. Raises what `relay` and the pool raise."""
@@ -458,23 +443,6 @@ class Forwarding:
         self._parts.metrics.continuation(reason)
         detail = self._broken.detail
         return Rejection(502, detail.message, self._broken.outcome, code=detail.code, param=detail.param)
-
-
-def affinity_of(tenant: str, model: str, word: bytes) -> str:
-    """A client's word which requests belong together, of one length and nobody else's."""
-    return xxh3_128_hexdigest(b"%b\0%b\0%b" % (tenant.encode(), model.encode(), word))
-
-
-def _priority(word: bytes | None) -> Priority:
-    """Raises Rejection for a word that is none of the three."""
-    if word is None:
-        return Priority.DEFAULT
-    try:
-        return _PRIORITIES[word.strip().lower()]
-    except KeyError:
-        shown = word[:40].decode("latin-1")
-        message = f"The header 'x-intellect-priority' is '{shown}', but must be one of {', '.join(Priority)}."
-        raise Rejection(400, message, Outcome.REJECTED_INVALID, param="x-intellect-priority", code="invalid_value") from None
 
 
 def engine_model(served: Mapping[str, Sequence[Replica]], model: str, alias: str | None) -> str:
