@@ -8,8 +8,8 @@ from protocol.openai import Surface
 from router.request.raw_fields import UNREADABLE, RawFields, raw, read_fields, value
 
 # What /tokenize takes of a request, beside the prompt of completions and the template's values.
-_COMPLETION_FIELDS = ("model", "add_special_tokens")
-_CHAT_FIELDS = (
+COMPLETION_FIELDS = ("model", "add_special_tokens")
+CHAT_FIELDS = (
     "model",
     "messages",
     "tools",
@@ -40,8 +40,8 @@ def tokens_of_prompt(surface: Surface, body: bytes) -> list[int] | bytes | None:
 def _of_chat(fields: RawFields) -> bytes | None:
     if "messages" not in fields:
         return None
-    asked = _some(fields, _CHAT_FIELDS)
-    if values := _template_values(fields):
+    asked = some_of(fields, CHAT_FIELDS)
+    if values := template_values(fields):
         asked["chat_template_kwargs"] = raw(values)
     return msgspec.json.encode(asked)
 
@@ -51,15 +51,16 @@ def _of_completion(fields: RawFields) -> list[int] | bytes | None:
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         [prompt] = prompt
     if isinstance(prompt, str):
-        return msgspec.json.encode(_some(fields, _COMPLETION_FIELDS) | {"prompt": raw(prompt)})
+        return msgspec.json.encode(some_of(fields, COMPLETION_FIELDS) | {"prompt": raw(prompt)})
     return prompt if isinstance(prompt, list) and all(type(token) is int for token in prompt) else None
 
 
-def _some(fields: RawFields, names: tuple[str, ...]) -> RawFields:
+def some_of(fields: RawFields, names: tuple[str, ...]) -> RawFields:
+    """Those of the fields that are there."""
     return {name: fields[name] for name in names if name in fields}
 
 
-def _template_values(fields: RawFields) -> dict[str, Any]:
+def template_values(fields: RawFields) -> dict[str, Any]:
     """What a chat template gets: /tokenize knows only chat_template_kwargs, into which vLLM's chat puts these as well."""
     values: dict[str, Any] = dict(value(fields, "chat_template_kwargs") or {})
     effort = value(fields, "reasoning_effort")

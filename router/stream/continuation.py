@@ -11,23 +11,11 @@ import msgspec
 from protocol.openai import Surface
 from router.outcome import ContinuationOutcome
 from router.request.raw_fields import RawFields, raw, read_fields, spelling, value
+from router.request.tokenizing import CHAT_FIELDS, COMPLETION_FIELDS, some_of, template_values
 from router.stream.continuable import NotContinuable, check_sent, needs_ids
 from router.stream.memory import Sent
 
 _COMPLETION_MAX_TOKENS = 16  # vLLM's and OpenAI's default for completions; chat has none
-# What /tokenize takes of a request, beside the prompt of completions and the template's values.
-_COMPLETION_PROMPT_FIELDS = ("model", "add_special_tokens")
-_CHAT_PROMPT_FIELDS = (
-    "model",
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "add_special_tokens",
-    "chat_template",
-    "media_io_kwargs",
-    "mm_processor_kwargs",
-)
 
 
 def continued_request(surface: Surface, body: bytes, sent: Sent, *, tokens_sent: int) -> bytes:
@@ -75,11 +63,11 @@ def token_count_requests(surface: Surface, body: bytes, sent: Sent) -> tuple[byt
         return None
     if surface is Surface.COMPLETIONS:
         prompt = _only_prompt(fields)
-        first = _some(fields, _COMPLETION_PROMPT_FIELDS) | {"prompt": raw(prompt)}
+        first = some_of(fields, COMPLETION_FIELDS) | {"prompt": raw(prompt)}
         return msgspec.json.encode(first), msgspec.json.encode(first | {"prompt": raw(prompt + sent.text)})
-    first = _some(fields, _CHAT_PROMPT_FIELDS)
-    if template_values := _template_values(fields):
-        first["chat_template_kwargs"] = raw(template_values)
+    first = some_of(fields, CHAT_FIELDS)
+    if values := template_values(fields):
+        first["chat_template_kwargs"] = raw(values)
     second = dict(first)
     _continue_messages(second, sent.text)
     return msgspec.json.encode(first), msgspec.json.encode(second)
@@ -97,10 +85,6 @@ def _is_countable(surface: Surface, fields: RawFields, sent: Sent) -> bool:
     """Whether the text is all that was generated, and can be counted behind its prompt."""
     has_more = sent.has_reasoning or sent.has_tool_calls or not sent.is_readable
     return not has_more and (surface is Surface.CHAT or not needs_ids(fields))
-
-
-def _some(fields: RawFields, names: tuple[str, ...]) -> RawFields:
-    return {name: fields[name] for name in names if name in fields}
 
 
 def _continue_messages(fields: RawFields, text: str) -> None:
@@ -121,18 +105,6 @@ def _extended_message(message: dict[str, Any], text: str) -> dict[str, Any]:
         return {**message, "content": content + text}
     *parts, part = content
     return {**message, "content": [*parts, {**part, "text": part["text"] + text}]}
-
-
-def _template_values(fields: RawFields) -> dict[str, Any]:
-    """What a chat template gets: /tokenize knows only chat_template_kwargs, into which vLLM's chat puts these as well."""
-    values: dict[str, Any] = dict(value(fields, "chat_template_kwargs") or {})
-    effort = value(fields, "reasoning_effort")
-    if effort is not None:
-        values.setdefault("enable_thinking", effort != "none")
-        values.setdefault("reasoning_effort", effort)
-    if (documents := value(fields, "documents")) is not None:
-        values.setdefault("documents", documents)
-    return values
 
 
 def _is_listed(prompt: Any) -> bool:
