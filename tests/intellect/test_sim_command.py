@@ -103,14 +103,18 @@ def test_a_run_that_fails_ends_with_one_line(tmp_path: Path) -> None:
 def test_an_interrupt_ends_all_processes_quietly() -> None:
     """Ctrl-C in a terminal reaches the workers too; nobody prints a traceback, nobody stays behind."""
     arguments = ("sim", "--workload", "ladder_73", "--seeds", "1,2,3,4", "--processes", "2")
-    with subprocess.Popen(
+    # A shell starts what runs in the background with Ctrl-C ignored, and a child inherits that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(
         [*COMMAND, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=clean_environment(),
         start_new_session=True,
-    ) as process:
+    )
+    signal.signal(signal.SIGINT, before)
+    with process:
         assert process.stderr is not None
         first = process.stderr.readline()  # a run has ended, so that workers are at work
         assert first.startswith("1/")
