@@ -33,7 +33,7 @@ from router.types import ReplicaId
 
 # What the index keeps of a replica that does not say how much its KV cache holds.
 CAPACITY_TOKENS = 262_144
-# Bytes of prompts that the index keeps in all: about 1 GiB of memory when they are 256-byte chunks.
+# Bytes of prompts that the index keeps in all: some hundred MiB of memory, at 512 to 2048 bytes a chunk.
 INDEX_BYTES_MAX = 1 << 30
 # Clients' session ids that are remembered, most recently used.
 SESSIONS_MAX = 65_536

@@ -106,7 +106,7 @@ class PowerOfTwo(_ByInFlight):
 class ConsistentHash(Policy):
     """Requests that belong together go to the same replica, by a hash ring (Karger et al., 1997).
 
-    What belongs together: the client's affinity key (of one tenant); without it, prompts that begin with the same 256 bytes; a
+    What belongs together: the client's affinity key (of one tenant); without it, prompts that begin with the same 1024 bytes; a
     shorter prompt, by all of it; a request without a prompt, by its tenant. The load is not looked at.
 
     When a replica leaves, or is no candidate for a while, only its own keys move, spread over all the others, and they return
